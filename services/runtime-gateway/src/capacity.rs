@@ -1,5 +1,7 @@
 //! Limits and capacity of a worker, from flags of the gateway or from an entry of a workers file.
 
+use std::fmt;
+
 use domain::worker::Capacity;
 use rpc::spec::MAX_MEMORY_BYTES;
 use runtime::Disk;
@@ -72,7 +74,40 @@ fn default_space(percent: u8, total_bytes: u64) -> u64 {
     DiskSpace::Percent(percent).of(total_bytes).min(u64::from(percent) << 30)
 }
 
+impl fmt::Display for DiskSpace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => write!(f, "{bytes} bytes"),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+/// The worker would get no work although copies and caches could be deleted.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "--low-disk ({low}) must be at least --min-free-disk ({min}), or 0 so that nothing is deleted for space"
+)]
+pub struct LowDiskError {
+    low: DiskSpace,
+    min: DiskSpace,
+}
+
 impl Amounts {
+    /// Checks the amounts against each other. A percentage cannot be compared with bytes before the
+    /// disk is known: the larger of both then applies.
+    pub fn checked(self) -> Result<Self, LowDiskError> {
+        let is_less = match (self.low_disk, self.min_free_disk) {
+            (Some(DiskSpace::Bytes(low)), Some(DiskSpace::Bytes(min))) => low > 0 && low < min,
+            (Some(DiskSpace::Percent(low)), Some(DiskSpace::Percent(min))) => low > 0 && low < min,
+            _ => false,
+        };
+        match (self.low_disk, self.min_free_disk) {
+            (Some(low), Some(min)) if is_less => Err(LowDiskError { low, min }),
+            _ => Ok(self),
+        }
+    }
+
     /// Limits the workloads of this machine if the process may open few files and no limit is set.
     #[must_use]
     pub fn within_open_files(self) -> Self {
@@ -286,5 +321,28 @@ mod tests {
         assert_eq!(limits(&amounts, 20), [7, 6], "no less than the other limit");
         amounts.low_disk = Some(disk_space("0").expect("none"));
         assert_eq!(limits(&amounts, 100), [7, 0]);
+    }
+
+    #[test]
+    fn low_disk_is_at_least_the_minimum() {
+        let checked = |low: Option<&str>, min: Option<&str>| {
+            let parse = |text: &str| disk_space(text).expect("a size");
+            let amounts =
+                Amounts { low_disk: low.map(parse), min_free_disk: min.map(parse), ..Amounts::default() };
+            amounts.checked().err().map(|error| error.to_string())
+        };
+        let error = checked(Some("1%"), Some("2%")).expect("an error");
+        assert!(error.starts_with("--low-disk (1%) must be at least --min-free-disk (2%)"), "{error}");
+        assert!(checked(Some("1G"), Some("2G")).is_some());
+        for (low, min) in [
+            (Some("2%"), Some("2%")),
+            (Some("0"), Some("2G")),
+            (Some("0%"), Some("2%")),
+            (Some("1%"), Some("2G")),
+            (Some("1%"), None),
+            (None, Some("9%")),
+        ] {
+            assert_eq!(checked(low, min), None, "{low:?} {min:?}");
+        }
     }
 }

@@ -10,7 +10,7 @@ use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, Policy};
 use runtime_gateway::{Amounts, Config};
-use server::settings::{size, term};
+use server::settings::{size_or_zero, term};
 use server::{Host, ListenArgs, StartContext};
 
 /// The runtime gateway of Gantry: attends this machine or Concourse workers, or serves as a proxy.
@@ -97,7 +97,7 @@ struct Arguments {
     report_interval: Duration,
     /// Bytes of volumes on this machine that are hashed in one second while no work runs, so that
     /// damage is found. 0: none are hashed
-    #[arg(long, env = "GANTRY_SCRUB_RATE", value_name = "SIZE", default_value = "8MiB", value_parser = size)]
+    #[arg(long, env = "GANTRY_SCRUB_RATE", value_name = "SIZE", default_value = "8MiB", value_parser = size_or_zero)]
     scrub_rate: u64,
     /// Number of containers that are destroyed at a time
     #[arg(
@@ -170,7 +170,7 @@ impl server::Program for Arguments {
             tags: self.tags.clone(),
             team: self.team.clone(),
             zone: self.zone.clone(),
-            amounts: self.amounts.clone(),
+            amounts: self.amounts.clone().checked()?,
             ephemeral: self.ephemeral,
             endpoint: self.endpoint.unwrap_or(context.endpoint),
             scheduler: self.scheduler.clone(),

@@ -348,9 +348,17 @@ pub fn term(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Parses a size in bytes of more than zero, as [`size_or_zero`] does.
+pub fn size(text: &str) -> Result<u64, String> {
+    match size_or_zero(text)? {
+        0 => Err("the size must be larger than 0".to_owned()),
+        bytes => Ok(bytes),
+    }
+}
+
 /// Parses a size in bytes, for example `1048576`, `512M`, `512MiB` or `1.5G`. `M` is 1024², `MB` is
 /// 1000².
-pub fn size(text: &str) -> Result<u64, String> {
+pub fn size_or_zero(text: &str) -> Result<u64, String> {
     let malformed = || format!("{text:?} is not a size: use for example 512M, 2G or 1.5GiB");
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
@@ -369,7 +377,7 @@ pub fn size(text: &str) -> Result<u64, String> {
         "t" => 4,
         _ => return Err(malformed()),
     };
-    scaled(number, base.pow(power)).filter(|&bytes| bytes > 0).ok_or_else(malformed)
+    scaled(number, base.pow(power)).ok_or_else(malformed)
 }
 
 /// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.

@@ -11,7 +11,7 @@ const RENAMED: [(&str, &str); 4] =
     [("land", "cordon"), ("unland", "uncordon"), ("--set-aside", "--orphans"), ("--door", "--proxy")];
 
 /// Commands of other tools, and what to use instead.
-const ELSEWHERE: [(&str, &str); 17] = [
+const ELSEWHERE: [(&str, &str); 25] = [
     ("restart", "a workload runs once: run its command again with `gantry run`"),
     ("start", "a workload starts when it is submitted: use `gantry run -d`"),
     ("create", "a workload starts when it is submitted: use `gantry run -d`"),
@@ -21,16 +21,24 @@ const ELSEWHERE: [(&str, &str); 17] = [
     ),
     ("-9", "`gantry kill` sends KILL at once"),
     ("container", "`gantry ps` lists workloads, and `gantry list containers` lists containers"),
+    ("containers", "use `gantry list containers`"),
+    ("artifact", "use `gantry list artifacts`"),
+    ("artifacts", "use `gantry list artifacts`"),
     ("describe", "use `gantry inspect`, or `gantry explain`, which says why"),
+    ("drain", "`gantry cordon` drains a worker"),
     ("get", "use `gantry list`, `gantry show` or `gantry inspect`"),
     ("image", "use `gantry images`, `gantry pull` or `gantry show image`"),
     ("info", "use `gantry status`, or `gantry doctor` for this machine"),
     ("job", "use `gantry ps` and `gantry run`"),
     ("login", "credentials for registries are those of Docker's config.json, which `docker login` writes"),
     ("node", "use `gantry list workers`"),
+    ("nodes", "use `gantry list workers`"),
     ("system", "use `gantry status`, `gantry top` or `gantry prune`"),
     ("tag", "a tag is a name in a registry: `gantry run --image` and `gantry pull` use it"),
     ("volume", "use `gantry list volumes`"),
+    ("volumes", "use `gantry list volumes`"),
+    ("worker", "use `gantry list workers`"),
+    ("workers", "use `gantry list workers`"),
     ("push", "Gantry pushes no images: `gantry download` brings an artifact to this machine"),
 ];
 
@@ -70,6 +78,10 @@ mod tests {
         }
         let error = explain(Cli::try_parse_from(["gantry", "restart", "local"]).expect_err("refused"));
         assert!(error.to_string().contains("a workload runs once") && !error.to_string().contains("retire"));
+        for (given, instead) in [("drain", "`gantry cordon`"), ("volumes", "`gantry list volumes`")] {
+            let error = explain(Cli::try_parse_from(["gantry", given]).expect_err("refused")).to_string();
+            assert!(error.contains(instead) && !error.contains("similar"), "{error}");
+        }
         let other = explain(Cli::try_parse_from(["gantry", "lift"]).expect_err("refused"));
         assert!(!other.to_string().contains("was renamed"), "{other}");
     }

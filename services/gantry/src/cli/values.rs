@@ -4,7 +4,7 @@ mod service;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
@@ -12,7 +12,7 @@ use domain::ArtifactId;
 use domain::workload::Image;
 use prost_types::Timestamp;
 use rpc::spec::{MAX_DISK_BYTES, MAX_MEMORY_BYTES, MIN_DISK_BYTES, MIN_MEMORY_BYTES, name};
-pub(crate) use server::settings::{cpu, duration, size};
+pub(crate) use server::settings::{cpu, duration, size, size_or_zero};
 
 use crate::render::listing::Format;
 use crate::render::table;
@@ -95,7 +95,13 @@ pub(crate) fn at_least_one() -> impl TypedValueParser<Value = usize> {
 /// Parses `NAME=DIR` or `NAME=artifact:UUID`, each with an optional `:ro` at the end.
 fn input(text: &OsStr) -> Result<InputArg, String> {
     let Some((name, rest)) = split(text) else {
-        return Err("write NAME=DIR, such as src=. (the command sees DIR as ./NAME)".to_owned());
+        let form = "write NAME=DIR, such as src=. (the command sees DIR as ./NAME)";
+        return Err(match text.to_str().map(|text| text.trim_end_matches('/')) {
+            Some(name) if check_name(name.as_bytes()).is_ok() && Path::new(name).is_dir() => {
+                format!("write {name}={name} for the directory {name}; in general, {form}")
+            }
+            _ => form.to_owned(),
+        });
     };
     let name = check_name(name)?;
     let (rest, read_only) = match rest.strip_suffix(b":ro") {
@@ -403,7 +409,7 @@ pub(crate) fn term(text: &str) -> Result<Duration, String> {
 
 /// Parses the memory limit of a container, in bytes, with the syntax of [`size`].
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
-    let bytes = size(text)?;
+    let bytes = size_or_zero(text)?;
     if bytes < MIN_MEMORY_BYTES {
         return Err(format!(
             "the limit is too small: a container needs {} to start, and the command needs more",
@@ -418,7 +424,7 @@ pub(crate) fn memory(text: &str) -> Result<u64, String> {
 
 /// Parses the disk limit of a container, in bytes, with the syntax of [`size`].
 pub(crate) fn disk(text: &str) -> Result<u64, String> {
-    let bytes = size(text)?;
+    let bytes = size_or_zero(text)?;
     if bytes < MIN_DISK_BYTES {
         return Err(format!("the limit is too small: at least {}", table::bytes(MIN_DISK_BYTES)));
     }
@@ -433,6 +439,25 @@ mod tests {
     use super::*;
 
     const ID: &str = "0197c1a2-0000-7000-8000-000000000000";
+
+    #[test]
+    fn directory_without_name_is_suggested() {
+        let error = |text: &str| input(OsStr::new(text)).expect_err("malformed");
+        // The tests run in the directory of the package.
+        assert!(error("src").starts_with("write src=src for the directory src"), "{}", error("src"));
+        assert!(error("src/").starts_with("write src=src for"), "{}", error("src/"));
+        for general in ["none", "../gantry", "."] {
+            assert!(error(general).starts_with("write NAME=DIR"), "{}", error(general));
+        }
+    }
+
+    #[test]
+    fn small_limits_have_the_same_message() {
+        for text in ["0", "4"] {
+            assert_eq!(disk(text).expect_err("too small"), "the limit is too small: at least 1.0 MiB");
+            assert!(memory(text).expect_err("too small").starts_with("the limit is too small"));
+        }
+    }
 
     #[test]
     fn input_is_directory_or_artifact() {

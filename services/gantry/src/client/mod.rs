@@ -2,6 +2,7 @@
 
 pub(crate) mod caches;
 pub(crate) mod connect;
+pub(crate) mod freed_space;
 pub(crate) mod images;
 pub(crate) mod outage;
 pub(crate) mod placement;

@@ -80,7 +80,7 @@ pub(super) async fn start(
     let gateway = runtime_gateway::Config {
         hold_destruction: args.hold_destruction,
         scrub_bytes_per_second: args.scrub_rate,
-        amounts: args.amounts.clone(),
+        amounts: args.amounts.clone().checked()?,
         ..runtime_gateway::Config::for_worker(WORKER, callers, &endpoint, &endpoint, &endpoint, manifests)
     };
     let given = GardenWorker {

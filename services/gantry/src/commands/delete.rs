@@ -16,6 +16,7 @@ use serde_json::json;
 
 use crate::cli::args::{DeleteArgs, GcArgs, RmiArgs};
 use crate::client::connect::{Connection, Service};
+use crate::client::freed_space::{self, DiskParts, FreedSpace, disk_parts};
 use crate::client::images::{self, Content, familiar, split};
 use crate::client::queries;
 use crate::client::references::known;
@@ -54,7 +55,7 @@ pub(crate) async fn delete(
     if args.all {
         let mut all = Box::pin(queries::artifacts(connection, ArtifactState::Sealed.into()));
         while let Some(artifact) = all.try_next().await? {
-            artifacts.push(artifact.artifact_id);
+            artifacts.push(artifact);
         }
     }
     for id in &args.ids {
@@ -70,7 +71,7 @@ pub(crate) async fn delete(
                 let mut known = Vec::new();
                 for artifact in inputs.chain(outputs) {
                     match queries::artifact(connection, &artifact).await {
-                        Ok(found) if found.state() == ArtifactState::Sealed => known.push(artifact),
+                        Ok(found) if found.state() == ArtifactState::Sealed => known.push(found),
                         Ok(_) => {}
                         Err(error) if is_for(&error, Reason::ArtifactNotFound) => {}
                         Err(error) => return Err(error),
@@ -82,7 +83,16 @@ pub(crate) async fn delete(
                 artifacts.extend(known);
             }
             None => match images::content(connection, "delete", id).await? {
-                Ok(Content::Artifact(id)) => artifacts.push(id.to_string()),
+                Ok(Content::Artifact(id)) => {
+                    let found = known(queries::artifact(connection, &id.to_string()).await)?;
+                    // The store answers for an artifact that it does not show.
+                    let artifact = found
+                        .unwrap_or_else(|| Artifact { artifact_id: id.to_string(), ..Artifact::default() });
+                    match artifact.state() {
+                        ArtifactState::Deleting => ui.note(&format!("artifact {id} is deleted already")),
+                        _ => artifacts.push(artifact),
+                    }
+                }
                 Ok(Content::Images(found)) => images.extend(select_own(connection, ui, id, found)?),
                 Err(none) => bail!(
                     "cannot delete {id}: no workload or image has this name, and no workload or artifact has an id that begins \
@@ -92,9 +102,10 @@ pub(crate) async fn delete(
             },
         }
     }
-    artifacts.sort_unstable();
-    artifacts.dedup();
-    delete_all(connection, ui, &artifacts, images, as_json).await
+    artifacts.sort_unstable_by(|one, other| one.artifact_id.cmp(&other.artifact_id));
+    artifacts.dedup_by(|one, other| one.artifact_id == other.artifact_id);
+    let parts = disk_parts(connection, freed_space::handles(&artifacts)).await?;
+    delete_all(connection, ui, &artifacts, images, parts, as_json).await
 }
 
 /// Executes `gantry rmi`.
@@ -110,7 +121,7 @@ pub(crate) async fn delete_images(
         let found = found.with_context(|| format!("cannot delete image {named}"))?;
         images.extend(select_own(connection, ui, named, found)?);
     }
-    delete_all(connection, ui, &[], images, as_json).await
+    delete_all(connection, ui, &[], images, DiskParts::new(), as_json).await
 }
 
 /// Returns the images among `found` that the team may delete: those that it pulled. Notes name the
@@ -136,22 +147,27 @@ fn select_own(
     Ok(own)
 }
 
-/// Deletes artifacts and images, collects garbage, and prints the result.
+/// Deletes artifacts and images, collects garbage, and prints the result. `parts`: what the volumes
+/// of the artifacts take on the disk.
 async fn delete_all(
     connection: &Connection,
     ui: &Ui,
-    artifacts: &[String],
+    artifacts: &[Artifact],
     mut images: Vec<ResourceCache>,
+    mut parts: DiskParts,
     as_json: bool,
 ) -> anyhow::Result<()> {
     images.sort_by(|one, other| one.cache_id.cmp(&other.cache_id));
     images.dedup();
     for image in &images {
+        let files = known(queries::artifact(connection, &image.artifact_id).await)?;
+        parts.extend(disk_parts(connection, freed_space::handles(files.as_slice())).await?);
         images::delete(connection, image).await?;
     }
-    let collected = delete_and_collect(connection, artifacts).await?;
+    let artifacts: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id.clone()).collect();
+    let collected = delete_and_collect(connection, &artifacts).await?;
     let mut kept = Vec::new();
-    for id in artifacts {
+    for id in &artifacts {
         let Some(explained) = explain_if_known(connection, id).await? else { continue };
         if let Some(keeper) = explained.kept_by.first() {
             let is_image = keeper.kind() == ObjectKind::ResourceCache;
@@ -167,11 +183,13 @@ async fn delete_all(
             ui.warn(&format!("the files of image {name} are kept until nothing uses them: {text}"));
         }
     }
-    let freed = queries::freed(&collected);
+    let mut freed = FreedSpace::default();
+    freed.add_collected(&parts, &collected);
     if as_json {
         let names: Vec<_> = images.iter().map(|image| &image.version).collect();
         return print_json(&json!({
-            "deleted": artifacts.len() - kept.len(), "images": names, "kept": kept, "size_bytes": freed,
+            "deleted": artifacts.len() - kept.len(), "images": names, "kept": kept,
+            "size_bytes": queries::freed(&collected), "disk_bytes": freed.disk_bytes,
         }));
     }
     let of_artifacts = count((artifacts.len() - kept.len()) as u64, "artifact");
@@ -180,7 +198,7 @@ async fn delete_all(
         number if artifacts.is_empty() => count(number, "image"),
         number => format!("{} and {of_artifacts}", count(number, "image")),
     };
-    print(&format!("{deleted} deleted, {} on workers\n", bytes(freed)))
+    print(&format!("{deleted} deleted{}\n", freed.text()))
 }
 
 /// Explains an artifact. `None`: the store has no record of it any more.
@@ -231,7 +249,7 @@ pub(crate) async fn prune(
         Ok::<_, anyhow::Error>(is_unused.then_some(artifact))
     };
     let all = queries::artifacts(connection, ArtifactState::Sealed.into());
-    let unused: Vec<_> = all
+    let mut unused: Vec<_> = all
         .map_ok(is_unused)
         .try_buffered(CONCURRENT_CALLS)
         .try_filter_map(async |found| Ok(found))
@@ -247,31 +265,35 @@ pub(crate) async fn prune(
     // An artifact that nothing keeps is in both lists.
     let listed: HashSet<_> = unused.iter().flat_map(ids_of).collect();
     garbage.collected.retain(|collected| !listed.contains(collected.id.as_str()));
-    let bytes_of =
-        |artifact: &Artifact| artifact.replicas.iter().map(|replica| replica.size_bytes).sum::<u64>();
-    let size = unused.iter().map(bytes_of).sum::<u64>() + queries::freed(&garbage);
-    let mut ids: Vec<_> = unused.into_iter().map(|artifact| artifact.artifact_id).collect();
-    if ids.is_empty() && garbage.collected.is_empty() {
+    if unused.is_empty() && garbage.collected.is_empty() {
         if as_json {
-            return print_json(&json!({ "deleted": 0, "kept": [], "size_bytes": 0 }));
+            return print_json(&json!({ "deleted": 0, "kept": [], "size_bytes": 0, "disk_bytes": null }));
         }
         return print("nothing to delete\n");
     }
+    let others = garbage.collected.iter().filter(|collected| collected.kind() == ObjectKind::Volume);
+    let handles = freed_space::handles(&unused).chain(others.map(|volume| volume.id.as_str()));
+    let parts = disk_parts(connection, handles).await?;
     if !is_agreed {
+        let mut freed = FreedSpace::default();
+        for replica in unused.iter().flat_map(|artifact| &artifact.replicas) {
+            freed.add(&parts, &replica.volume_handle, replica.size_bytes);
+        }
+        freed.add_collected(&parts, &garbage);
         let least = if garbage.truncated { "at least " } else { "" };
-        let artifacts = count(ids.len() as u64, "artifact");
-        let (team, garbage) = (&connection.team, count(garbage.collected.len() as u64, "other object"));
+        let artifacts = count(unused.len() as u64, "artifact");
+        let (team, others) = (&connection.team, count(garbage.collected.len() as u64, "other object"));
         let question = format!(
-            "{artifacts} of team {team} that nothing uses, and {least}{garbage} that nothing keeps; {least}{} on workers",
-            bytes(size)
+            "{artifacts} of team {team} that nothing uses, and {least}{others} that nothing keeps{}",
+            freed.text()
         );
         if !confirm::confirmed(&question).await? {
             ui.note("nothing was deleted");
             return Ok(());
         }
     }
-    ids.sort_unstable();
-    delete_all(connection, ui, &ids, Vec::new(), as_json).await
+    unused.sort_unstable_by(|one, other| one.artifact_id.cmp(&other.artifact_id));
+    delete_all(connection, ui, &unused, Vec::new(), parts, as_json).await
 }
 
 /// Returns the ids of an artifact and of its replicas.
@@ -409,7 +431,11 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         let (workers, artifacts) =
             (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
         let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
-        let verb = if args.dry_run { "would be deleted" } else { "were deleted" };
+        let verb = match freed.artifacts.len() {
+            _ if args.dry_run => "would be deleted",
+            1 => "was deleted",
+            _ => "were deleted",
+        };
         text.push_str(&match freed.artifacts.len() {
             0 => format!(
                 "the disk of {workers} is full, and no artifact there has a time limit; see `gantry list artifacts` and \

@@ -284,7 +284,7 @@ impl Follow<'_> {
         match event {
             Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, description),
             Event::Materializing(Materializing { inputs })
-                if self.ui.has_bars() && inputs.iter().all(|input| input.waits_for.is_empty()) =>
+                if inputs.iter().all(|input| input.waits_for.is_empty()) =>
             {
                 state.inputs.get_or_insert_with(|| InputBars::start(self.ui)).show(inputs);
             }

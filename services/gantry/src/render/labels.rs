@@ -18,6 +18,9 @@ use crate::render::table::{bytes, duration};
 /// Place of the bytes of a small tree.
 pub(crate) const IN_STORE: &str = "in the artifact store itself";
 
+/// Explanation of the state of a sealed artifact that neither a worker nor the store has.
+pub(crate) const BYTES_LOST: &str = "its bytes are lost";
+
 pub(crate) fn worker_state(state: WorkerState) -> &'static str {
     match state {
         WorkerState::Unspecified => "unknown",

@@ -104,11 +104,6 @@ impl Ui {
         self.screen.unfinished()
     }
 
-    /// Returns whether progress is shown as bars.
-    pub(crate) fn has_bars(&self) -> bool {
-        self.screen.is_terminal() && !self.quiet
-    }
-
     /// Starts to show the progress of transfers.
     pub(crate) fn progress(&self) -> Progress {
         let mut shared = self.progress.lock().unwrap_or_else(PoisonError::into_inner);

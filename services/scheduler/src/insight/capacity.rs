@@ -110,8 +110,15 @@ impl Removable {
             None => "",
         };
         let Self { leases, kept_containers, kept_volumes, .. } = self;
+        let counted = |number: u64, noun: &str| match number {
+            1 => format!("1 {noun}"),
+            _ => format!("{number} {noun}s"),
+        };
         format!(
-            "{idle}: {leases} leases, {kept_containers} containers and {kept_volumes} volumes are kept{would_lose}"
+            "{idle}: has {}, and keeps {} and {}{would_lose}",
+            counted(*leases, "lease"),
+            counted(*kept_containers, "container"),
+            counted(*kept_volumes, "volume")
         )
     }
 }

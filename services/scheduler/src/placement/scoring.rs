@@ -178,13 +178,16 @@ impl Chain {
 
     /// Describes a cost for people.
     pub(crate) fn words(&self, cost: Cost) -> String {
-        let words = self.counts(cost).map(|(strategy, count)| match strategy {
-            Strategy::VolumeLocality => format!("{count} bytes to move"),
-            Strategy::FewestBuildContainers => format!("{count} containers of builds"),
-            Strategy::LimitActiveTasks => format!("{count} active tasks"),
-            Strategy::LimitActiveContainers => format!("{count} containers"),
-            Strategy::LimitActiveVolumes => format!("{count} volumes"),
-            Strategy::Random => String::new(),
+        let words = self.counts(cost).map(|(strategy, count)| {
+            let s = if count == 1 { "" } else { "s" };
+            match strategy {
+                Strategy::VolumeLocality => format!("{count} byte{s} to move"),
+                Strategy::FewestBuildContainers => format!("{count} container{s} of builds"),
+                Strategy::LimitActiveTasks => format!("{count} active task{s}"),
+                Strategy::LimitActiveContainers => format!("{count} container{s}"),
+                Strategy::LimitActiveVolumes => format!("{count} volume{s}"),
+                Strategy::Random => String::new(),
+            }
         });
         let words: Vec<_> = words.collect();
         if words.is_empty() { "chosen at random".to_owned() } else { words.join(", ") }

@@ -559,7 +559,7 @@ pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
     assert_eq!(cache("other").await, (foreign.clone(), None));
     assert_eq!(place.kept_by(artifact).await, [format!("task cache {ours}")]);
     let standing = to_move().await;
-    assert!(standing.starts_with("1 bytes to move"), "caches count like inputs: {standing}");
+    assert!(standing.starts_with("1 byte to move"), "caches count like inputs: {standing}");
 
     // A cancelled workload leaves no version in a cache.
     let id = scheduler.submit(spec.clone()).await.expect("accepted");

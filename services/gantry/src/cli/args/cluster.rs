@@ -55,7 +55,7 @@ pub(crate) struct UpArgs {
     #[arg(
         long,
         value_name = "SIZE",
-        value_parser = server::settings::size,
+        value_parser = server::settings::size_or_zero,
         default_value = "8MiB",
         env = "GANTRY_SCRUB_RATE"
     )]

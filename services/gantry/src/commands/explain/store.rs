@@ -137,6 +137,7 @@ fn state(explained: &ExplainResponse) -> String {
         (_, ExplainedState::Unconfirmed) => {
             "its worker has a new incarnation, and has not reported its volumes and containers yet"
         }
+        (_, ExplainedState::Lost) if !explained.loss_reason.is_empty() => "its bytes are not used any more",
         (_, ExplainedState::Lost) => "its worker does not have it any more",
         (ObjectKind::Artifact, ExplainedState::Deleting)
             if explained.can_be_undeleted && explained.in_store =>
@@ -152,7 +153,7 @@ fn state(explained: &ExplainResponse) -> String {
             "garbage; its bytes are being destroyed, or cannot be read any more"
         }
         (ObjectKind::Artifact, ExplainedState::Deleting) => "garbage; its bytes are destroyed",
-        (ObjectKind::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
+        (ObjectKind::Artifact, ExplainedState::Sealed) if explained.bytes_lost => labels::BYTES_LOST,
         (ObjectKind::Artifact, ExplainedState::Orphaned) => {
             "the store was restored from a backup and does not know it"
         }
@@ -316,6 +317,25 @@ mod tests {
                 && lines[2].ends_with(LOST_BYTES_REMEDY)
         );
         assert_eq!(lines.len(), 3, "{lines:?}");
+    }
+
+    #[test]
+    fn damaged_volume_is_lost_but_there() {
+        let mut explained = ExplainResponse {
+            kind: ObjectKind::Volume.into(),
+            state: ExplainedState::Lost.into(),
+            loss_reason: "is damaged: a file differs".to_owned(),
+            ..Default::default()
+        };
+        let printed = lines(&explained);
+        assert!(printed.contains(&"state: lost (its bytes are not used any more)".to_owned()), "{printed:?}");
+        assert!(printed.contains(&"lost because: is damaged: a file differs".to_owned()), "{printed:?}");
+        explained.loss_reason = String::new();
+        let printed = lines(&explained);
+        assert!(
+            printed.contains(&"state: lost (its worker does not have it any more)".to_owned()),
+            "{printed:?}"
+        );
     }
 
     #[test]

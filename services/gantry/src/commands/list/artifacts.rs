@@ -2,7 +2,7 @@
 
 use rpc::pb::artifacts::{Artifact, ArtifactState, Replica};
 
-use crate::render::labels;
+use crate::render::labels::{self, BYTES_LOST};
 use crate::render::table::{bytes, plain};
 
 pub(super) const ARTIFACTS: &[&str] = &["ID", "STATE", "SIZE", "AGE", "REPLICAS", "LABEL", "KEPT BY"];
@@ -34,14 +34,16 @@ pub(super) fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)
     let in_store = artifact.in_store.then(|| labels::IN_STORE.to_owned());
     let mut bytes_are: Vec<_> =
         in_store.into_iter().chain(artifact.replicas.iter().map(of_replica)).collect();
-    if bytes_are.is_empty() && artifact.state() == ArtifactState::Sealed {
+    let is_lost = bytes_are.is_empty() && artifact.state() == ArtifactState::Sealed;
+    if is_lost {
         bytes_are
             .push(format!("lost: produce the artifact again; see `gantry explain {}`", artifact.artifact_id));
     }
+    let state = labels::artifact_state(artifact.state());
     vec![
         ("id", artifact.artifact_id.clone()),
         ("label", plain(&artifact.label, 255)),
-        ("state", labels::artifact_state(artifact.state()).to_owned()),
+        ("state", if is_lost { format!("{state} ({BYTES_LOST})") } else { state.to_owned() }),
         ("size", bytes(artifact.size_bytes)),
         ("digest", hex::encode(&artifact.digest)),
         ("created", artifact.created_at.as_ref().map(labels::instant).unwrap_or_default()),

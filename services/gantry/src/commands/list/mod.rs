@@ -18,7 +18,7 @@ mod workloads;
 
 use anyhow::bail;
 use futures::{StreamExt, TryStreamExt};
-use rpc::pb::artifacts::{Container, Volume};
+use rpc::pb::artifacts::{Container, InventoryState, Volume};
 use rpc::pb::scheduler::{Outcome, Workload, WorkloadState};
 use serde_json::{Value, json};
 
@@ -243,7 +243,14 @@ pub(crate) async fn show(
         Kind::Volumes => {
             let id = &references::volume_handle(connection, "show", id).await?;
             let shown = why::or_why(connection, id, queries::volume(connection, id).await).await?;
-            one(&shown, as_json, json::volume, volume_fields)
+            let loss_reason = match shown.state() {
+                InventoryState::Lost if !as_json => why::explain(connection, id)
+                    .await
+                    .map(|explained| explained.loss_reason)
+                    .unwrap_or_default(),
+                _ => String::new(),
+            };
+            one(&shown, as_json, json::volume, |volume| volume_fields(volume, &loss_reason))
         }
         Kind::Containers => {
             let id = &references::container_handle(connection, "show", id).await?;

@@ -7,7 +7,7 @@ use crate::render::labels;
 use crate::render::table::{bytes, plain};
 
 pub(super) const VOLUMES: &[&str] =
-    &["HANDLE", "WORKER", "STATE", "FOR", "SIZE", "EXCLUSIVE", "AGE", "ARTIFACT", "PARENT"];
+    &["HANDLE", "WORKER", "STATE", "FOR", "SIZE", "EXCLUSIVE", "DISK", "AGE", "ARTIFACT", "PARENT"];
 
 pub(super) fn volume_row(volume: &Volume, names: &Names) -> Vec<String> {
     vec![
@@ -17,13 +17,15 @@ pub(super) fn volume_row(volume: &Volume, names: &Names) -> Vec<String> {
         labels::purpose(volume.purpose()),
         labels::size(volume.size_bytes),
         volume.exclusive_bytes.map(bytes).unwrap_or_default(),
+        volume.disk_bytes.map(bytes).unwrap_or_default(),
         labels::ago(volume.created_at.as_ref()),
         volume.artifact_id.clone(),
         volume.parent_handle.clone(),
     ]
 }
 
-pub(super) fn volume_fields(volume: &Volume) -> Vec<(&'static str, String)> {
+/// `loss_reason`: why the volume is lost. Empty: it is not, or the reason is unknown.
+pub(super) fn volume_fields(volume: &Volume, loss_reason: &str) -> Vec<(&'static str, String)> {
     vec![
         ("handle", volume.volume_handle.clone()),
         ("worker", volume.worker_id.clone()),
@@ -36,6 +38,7 @@ pub(super) fn volume_fields(volume: &Volume) -> Vec<(&'static str, String)> {
         ("on the disk", on_disk(volume)),
         ("created", volume.created_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("lost", volume.lost_at.as_ref().map(labels::instant).unwrap_or_default()),
+        ("lost because", plain(loss_reason, 1000)),
         ("garbage", plain(&volume.mark_reason, 1000)),
     ]
 }

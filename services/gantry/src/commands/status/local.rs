@@ -8,7 +8,7 @@ use futures::TryStreamExt;
 use rpc::Peer;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts::inventory_client::InventoryClient;
-use rpc::pb::artifacts::{ListVolumesRequest, Volume, VolumePurpose};
+use rpc::pb::artifacts::{InventoryState, ListVolumesRequest, Volume, VolumePurpose};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
 use rpc::pb::scheduler::{Workload, WorkloadState};
@@ -124,7 +124,7 @@ async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
     .await
 }
 
-/// Use of the disk.
+/// Use of the disk, without lost volumes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct DiskUsage {
     artifacts: u64,
@@ -132,12 +132,17 @@ struct DiskUsage {
     volumes: u64,
     /// Bytes that volumes share count for each volume.
     volume_bytes: u64,
-    /// Bytes that the volumes take on the disk. `None`: a complete volume was not measured yet.
-    disk_bytes: Option<u64>,
+    /// Bytes that the measured volumes take on the disk.
+    disk_bytes: u64,
+    /// Complete volumes that were not measured yet.
+    unmeasured: u64,
 }
 
 impl DiskUsage {
     fn of(volumes: &[Volume]) -> Self {
+        let volumes: Vec<_> =
+            volumes.iter().filter(|volume| volume.state() != InventoryState::Lost).collect();
+        let unmeasured = volumes.iter().filter(|volume| volume.size_bytes > 0 && volume.disk_bytes.is_none());
         let replicas = volumes.iter().filter(|volume| volume.purpose() == VolumePurpose::Replica);
         let artifacts: BTreeMap<_, _> =
             replicas.map(|replica| (&replica.artifact_id, replica.size_bytes)).collect();
@@ -146,20 +151,21 @@ impl DiskUsage {
             artifact_bytes: artifacts.values().sum(),
             volumes: volumes.len() as u64,
             volume_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(),
-            disk_bytes: volumes
-                .iter()
-                .filter(|volume| volume.size_bytes > 0)
-                .map(|volume| volume.disk_bytes)
-                .sum(),
+            disk_bytes: volumes.iter().filter_map(|volume| volume.disk_bytes).sum(),
+            unmeasured: unmeasured.count() as u64,
         }
     }
 }
 
 impl DiskUsage {
     fn of_volumes(&self) -> String {
-        let on_disk =
-            self.disk_bytes.map_or_else(String::new, |on_disk| format!(", {} on the disk", bytes(on_disk)));
-        format!("{}, {}{on_disk}", self.volumes, bytes(self.volume_bytes))
+        let on_disk = match (bytes(self.disk_bytes), self.unmeasured) {
+            (on_disk, 0) => format!("{on_disk} on the disk"),
+            (on_disk, unmeasured) => {
+                format!("at least {on_disk} on the disk ({unmeasured} not measured yet)")
+            }
+        };
+        format!("{}, {}, {on_disk}", self.volumes, bytes(self.volume_bytes))
     }
 }
 
@@ -174,8 +180,8 @@ pub(super) fn samples() -> Vec<serde_json::Value> {
         recovered: vec!["text".to_owned()],
         ..GetStatusResponse::default()
     };
-    let used = |disk_bytes| DiskUsage { disk_bytes, ..DiskUsage::default() };
-    vec![as_document(&GetStatusResponse::default(), &used(None)), as_document(&status, &used(Some(1)))]
+    let used = &DiskUsage::default();
+    vec![as_document(&GetStatusResponse::default(), used), as_document(&status, used)]
 }
 
 fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Value {
@@ -191,7 +197,12 @@ fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Valu
         "idle_end_seconds": status.idle_end.as_ref().map(seconds),
         "recovered": status.recovered,
         "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
-        "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes, "disk_bytes": used.disk_bytes },
+        "volumes": {
+            "count": used.volumes,
+            "size_bytes": used.volume_bytes,
+            "disk_bytes": used.disk_bytes,
+            "not_measured": used.unmeasured,
+        },
         "holds_destruction": status.holds_destruction,
     })
 }
@@ -241,12 +252,23 @@ mod tests {
             volume(VolumePurpose::Replica, "b", 2),
             volume(VolumePurpose::Scratch, "", 0),
         ];
-        let used =
-            DiskUsage { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 12, disk_bytes: Some(3) };
+        let used = DiskUsage {
+            artifacts: 2,
+            artifact_bytes: 7,
+            volumes: 4,
+            volume_bytes: 12,
+            disk_bytes: 3,
+            unmeasured: 0,
+        };
         assert_eq!(DiskUsage::of(&volumes), used);
         assert_eq!(used.of_volumes(), "4, 12 B, 3 B on the disk");
         let unmeasured = [volumes[0].clone(), volume(VolumePurpose::Replica, "c", 1)];
-        assert_eq!(DiskUsage::of(&unmeasured).of_volumes(), "2, 6 B");
+        assert_eq!(
+            DiskUsage::of(&unmeasured).of_volumes(),
+            "2, 6 B, at least 1 B on the disk (1 not measured yet)"
+        );
+        let lost = Volume { state: InventoryState::Lost.into(), ..unmeasured[1].clone() };
+        assert_eq!(DiskUsage::of(&[volumes[0].clone(), lost]).of_volumes(), "1, 5 B, 1 B on the disk");
     }
 
     #[test]
