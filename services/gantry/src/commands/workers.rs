@@ -586,7 +586,7 @@ mod tests {
             why_not_safe(&one, &LeftOnWorker { evacuated, is_drained, workers })
         };
         let two = worker("two", DesiredWorkerState::Run);
-        assert_eq!(left(true, 0, &[one.clone()]), None);
+        assert_eq!(left(true, 0, std::slice::from_ref(&one)), None);
         assert_eq!(
             left(true, 2, &[one.clone(), two.clone()]).as_deref(),
             Some(
@@ -599,7 +599,7 @@ mod tests {
         let cause =
             "only replicas of 1 artifact, 1.0 KiB. No other worker is in service: two is running, cordoned\n";
         assert!(text.contains(cause), "{text}");
-        let text = left(true, 1, &[one.clone()]).expect("a cause");
+        let text = left(true, 1, std::slice::from_ref(&one)).expect("a cause");
         assert!(text.contains(", 1.0 KiB. There is no other worker\n"), "{text}");
         let text = left(false, 1, &[one.clone(), two.clone()]).expect("a cause");
         assert!(text.ends_with("workloads still run on it, or their outputs are not stored yet"), "{text}");
