@@ -499,7 +499,7 @@ async fn relay_from(
         Err(RelayError::Source(error)) => {
             let reason = error.reason().to_owned();
             if reason == Reason::DigestMismatch.as_str() {
-                request_verification(read);
+                verify(read).await;
             }
             if reason == Reason::Unavailable.as_str() {
                 routes.forget(from, to);
@@ -509,7 +509,7 @@ async fn relay_from(
         // The source sent other bytes than it declared.
         Err(RelayError::Destination(refusal)) if refusal.is(Reason::DigestMismatch) => {
             let reason = Reason::DigestMismatch.as_str().to_owned();
-            request_verification(read);
+            verify(read).await;
             Ok(failed_relay(source, reason, refusal.message, direct_error))
         }
         Err(RelayError::Destination(refusal)) => {
@@ -520,21 +520,16 @@ async fn relay_from(
     }
 }
 
-/// Has a damaged source hashed in the background, so that it is used no longer.
-fn request_verification(source: Ticket) {
-    tokio::spawn(async move {
-        let outgoing = Outgoing::internal().with_ticket(&source.ticket);
-        let Ok(gateway) = rpc::client::peer(&source.gateway_endpoint, outgoing) else { return };
-        let mut request = tonic::Request::new(gateway::VerifyRequest { ticket: source.ticket });
-        request.set_timeout(VERIFY_TIMEOUT);
-        let verified = VolumesClient::new(gateway).verify(request).await;
-        let error = verified.err().map(|status| Refusal::from(status).to_string());
-        tracing::info!(
-            gateway.endpoint = source.gateway_endpoint,
-            error,
-            "a source that sent other bytes was verified"
-        );
-    });
+/// Has a source hashed that sent other bytes than it declared, so that it is used no longer.
+async fn verify(source: Ticket) {
+    let outgoing = Outgoing::internal().with_ticket(&source.ticket);
+    let Ok(gateway) = rpc::client::peer(&source.gateway_endpoint, outgoing) else { return };
+    let mut request = tonic::Request::new(gateway::VerifyRequest { ticket: source.ticket });
+    request.set_timeout(VERIFY_TIMEOUT);
+    let verified = VolumesClient::new(gateway).verify(request).await;
+    let error = verified.err().map(|status| Refusal::from(status).to_string());
+    let endpoint = source.gateway_endpoint;
+    tracing::info!(gateway.endpoint = endpoint, error, "a source that sent other bytes was verified");
 }
 
 fn failed_relay(

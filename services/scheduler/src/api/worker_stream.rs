@@ -57,6 +57,9 @@ const MAX_INPUTS: usize = 1000;
 /// normal, and more occur when sources fail.
 const MAX_PROGRESS_CHANGES: usize = 200;
 
+/// The progress of inputs: in tenths, and for each the reason to wait and whether it is relayed.
+type RoughProgress = (u64, Vec<(String, bool)>);
+
 /// A message to a gateway.
 pub(super) type Message = Result<pb::SynchronizeResponse, Status>;
 
@@ -210,9 +213,8 @@ struct Attendance<'s> {
     last_number: u64,
     /// Leases that the gateway reports as ended without a FinishAttempt, with the time since when.
     ended: HashMap<Uuid, Timestamp>,
-    /// The last recorded input progress of each lease: tenths, reasons for waiting, and the number
-    /// of changes.
-    brought: HashMap<Uuid, ((u64, Vec<(String, bool)>), usize)>,
+    /// The last recorded input progress of each lease, and the number of changes.
+    brought: HashMap<Uuid, (RoughProgress, usize)>,
     /// Disagreement about leases.
     drift: drift::StreamDrift,
 }
