@@ -115,3 +115,36 @@ fn damage_that_only_a_reader_finds_loses_the_replica() {
     assert!(!failed.status.success() && printed.contains("INPUT_UNAVAILABLE"), "{printed}");
     is_lost(&artifact);
 }
+
+#[test]
+fn directory_whose_earlier_upload_is_lost_is_uploaded_again() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+    suite.attend("one", "one", &[]);
+    suite.attended("one", "one");
+    let directory = suite.path("directory");
+    fs::create_dir(&directory).expect("a directory");
+    fs::write(directory.join("file"), "more than eight bytes").expect("write");
+    let input = format!("in={}", directory.display());
+    let run = || {
+        let ran = suite.gantry(&["run", "-i", &input, "--", "cat", "in/file"]).output().expect("gantry runs");
+        let printed = describe(&ran);
+        assert!(ran.status.success(), "{printed}");
+        assert_eq!(String::from_utf8_lossy(&ran.stdout), "more than eight bytes");
+        printed
+    };
+    let note = "in: the cluster has lost the earlier upload; uploading again";
+    run();
+    let printed = run();
+    assert!(printed.contains("already in the cluster") && !printed.contains(note), "{printed}");
+    let file = replica(&suite, "one").1.join("contents/file");
+    let file = File::options().write(true).open(file).expect("open");
+    file.write_all_at(b"XXXX", 6).expect("write");
+    let printed = run();
+    assert!(printed.contains("already in the cluster") && printed.contains(note), "{printed}");
+    // The new upload is whole.
+    let printed = run();
+    assert!(!printed.contains(note), "{printed}");
+}

@@ -249,7 +249,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
     Some(match reason {
         "UNAUTHENTICATED" => "give the token file of the cluster with --token-file",
         "UNAVAILABLE" => "try again, or check `gantry status`",
-        "INPUT_UNAVAILABLE" => "upload the input again",
+        "INPUT_UNAVAILABLE" => "upload the input again; `gantry run` does that with a directory",
         "INPUT_DAMAGED" => "run the command again; the input is then copied from another place",
         "INPUT_UNREACHABLE" => "check that the gateways of the named workers can reach each other",
         "WORKER_UNREACHABLE" => {
@@ -335,7 +335,8 @@ mod tests {
         let error = refused("cannot submit the workload")(status);
         assert_eq!(
             describe(&error),
-            "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload the input again"
+            "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload the input \
+             again; `gantry run` does that with a directory"
         );
         assert_eq!(reason(&error), "INPUT_UNAVAILABLE");
         assert!(may_pass(&error).is_none());

@@ -32,7 +32,7 @@ use crate::cli::environment::exports_spans;
 use crate::cli::values::Source;
 use crate::client::connect::{Connection, Service};
 use crate::client::placement::{self, WorkerChoice};
-use crate::client::{caches, why};
+use crate::client::{caches, queries, why};
 use crate::ending::error::{self, Interrupted, Refused, refusal};
 use crate::ending::signals::Signals;
 use crate::follow::end::{Delivery, end};
@@ -47,6 +47,8 @@ use crate::transfer::upload::{Directory, Uploader, renew};
 
 /// The capability of workers with private networks.
 const PRIVATE_NETWORK: &str = "network-private";
+/// The reason of a workload with an input that has no usable replica.
+const INPUT_UNAVAILABLE: &str = "INPUT_UNAVAILABLE";
 
 /// Executes `gantry run`, and writes a trace if `--trace` is given. Returns the exit code.
 pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
@@ -95,70 +97,19 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         }
         return Ok(0);
     }
-    let workload = WorkloadId::random();
-
-    // If the command ends before the workload is submitted, uploads are deleted after
-    // --abandoned-after.
-    let RunInputs { inputs, sent, build, caches, images } = tokio::select! {
-        prepared = prepare(args, connection, ui, workload) => prepared?,
-        code = signals.next() => {
-            ui.note("interrupted before the command was submitted; nothing runs");
-            return Err(Interrupted(code).into());
-        }
-    };
-    let spec = WorkloadSpec {
-        inputs: spec_inputs(args, &inputs),
-        build_id: build.map(|build| build.to_string()).unwrap_or_default(),
-        caches,
-        ..spec
-    };
-    let spec = with_images(spec, &images);
-    tokio::select! {
-        submitted = submit_in_some_network(args, connection, ui, workload, spec) => submitted?,
-        code = signals.next() => {
-            // The scheduler may have accepted the workload.
-            ui.note(&format!("interrupted; workload {workload} is cancelled if it was submitted"));
-            _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
-            return Err(Interrupted(code).into());
-        }
-    }
-    ui.event("submitted", json!({ "workload_id": workload.to_string() }));
-    if args.detach {
-        if !as_json {
-            stdout::print(&format!("{workload}\n"))?;
-        }
-        if args.tty && forwards_stdin(args) {
-            let team = connection.team_option();
-            ui.note(&format!(
-                "attach with \"gantry{team} attach {workload}\"; its input ends if no caller attaches within 5 min"
-            ));
-        }
+    let Some(mut ran) = run_once(args, connection, ui, &mut signals, &spec, as_json).await? else {
         return Ok(0);
-    }
-    if let [services @ .., last] = &args.services[..] {
-        let others = services.iter().map(|service| format!("{}, ", service.name)).collect::<String>();
-        let last = &last.name;
-        ui.note(&format!("the command starts when its services are ready: {others}{last}; `gantry logs --service {last} {workload}` prints the output of {last}"));
-    }
-
-    let follow = Follow {
-        connection,
-        ui,
-        workload: workload.to_string(),
-        on_signal: OnSignal::Cancel,
-        narrate: true,
-        stdin: forwards_stdin(args),
-        acknowledge: true,
-        terminal: args.tty.then_some(&args.keys.keys),
-        tail: None,
-        since: None,
     };
-    let followed = follow.run(&mut signals).await.inspect_err(|error| {
-        if matches!(error.downcast_ref(), Some(Interrupted(0))) && !args.outputs.is_empty() {
-            ui.note("outputs are not downloaded; `gantry attach` prints how to download them at its end");
+    let lost = lost_directories(connection, args, &ran).await;
+    if !lost.is_empty() {
+        let names = lost.join(", ");
+        ui.note(&format!("{names}: the cluster has lost the earlier upload; uploading again"));
+        match run_once(args, connection, ui, &mut signals, &spec, as_json).await? {
+            Some(again) => ran = again,
+            None => return Ok(0),
         }
-    });
-    let mut followed = followed?;
+    }
+    let RanWorkload { workload, mut followed, sent, .. } = ran;
     if let Some(failure) = &mut followed.finished.failure
         && failure.reason.starts_with("PROGRAM_NOT_")
         && let Some(program) = args.entrypoint.as_ref().filter(|it| !it.is_empty()).or(args.command.first())
@@ -183,6 +134,112 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     }
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
+}
+
+/// A workload that has ended.
+struct RanWorkload {
+    workload: WorkloadId,
+    followed: FollowResult,
+    /// Artifact of each input.
+    inputs: Vec<ArtifactId>,
+    /// Uploaded trees of inputs in place, by name.
+    sent: HashMap<String, Arc<Manifest>>,
+}
+
+/// Uploads the inputs, submits a workload, and follows it to its end. `None`: it is detached.
+async fn run_once(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    signals: &mut Signals,
+    spec: &WorkloadSpec,
+    as_json: bool,
+) -> anyhow::Result<Option<RanWorkload>> {
+    let workload = WorkloadId::random();
+
+    // If the command ends before the workload is submitted, uploads are deleted after
+    // --abandoned-after.
+    let RunInputs { inputs, sent, build, caches, images } = tokio::select! {
+        prepared = prepare(args, connection, ui, workload) => prepared?,
+        code = signals.next() => {
+            ui.note("interrupted before the command was submitted; nothing runs");
+            return Err(Interrupted(code).into());
+        }
+    };
+    let spec = WorkloadSpec {
+        inputs: spec_inputs(args, &inputs),
+        build_id: build.map(|build| build.to_string()).unwrap_or_default(),
+        caches,
+        ..spec.clone()
+    };
+    let spec = with_images(spec, &images);
+    tokio::select! {
+        submitted = submit_in_some_network(args, connection, ui, workload, spec) => submitted?,
+        code = signals.next() => {
+            // The scheduler may have accepted the workload.
+            ui.note(&format!("interrupted; workload {workload} is cancelled if it was submitted"));
+            _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
+            return Err(Interrupted(code).into());
+        }
+    }
+    ui.event("submitted", json!({ "workload_id": workload.to_string() }));
+    if args.detach {
+        if !as_json {
+            stdout::print(&format!("{workload}\n"))?;
+        }
+        if args.tty && forwards_stdin(args) {
+            let team = connection.team_option();
+            ui.note(&format!(
+                "attach with \"gantry{team} attach {workload}\"; its input ends if no caller attaches within 5 min"
+            ));
+        }
+        return Ok(None);
+    }
+    if let [services @ .., last] = &args.services[..] {
+        let others = services.iter().map(|service| format!("{}, ", service.name)).collect::<String>();
+        let last = &last.name;
+        ui.note(&format!("the command starts when its services are ready: {others}{last}; `gantry logs --service {last} {workload}` prints the output of {last}"));
+    }
+
+    let follow = Follow {
+        connection,
+        ui,
+        workload: workload.to_string(),
+        on_signal: OnSignal::Cancel,
+        narrate: true,
+        stdin: forwards_stdin(args),
+        acknowledge: true,
+        terminal: args.tty.then_some(&args.keys.keys),
+        tail: None,
+        since: None,
+    };
+    let followed = follow.run(signals).await.inspect_err(|error| {
+        if matches!(error.downcast_ref(), Some(Interrupted(0))) && !args.outputs.is_empty() {
+            ui.note("outputs are not downloaded; `gantry attach` prints how to download them at its end");
+        }
+    });
+    Ok(Some(RanWorkload { workload, followed: followed?, inputs, sent }))
+}
+
+/// Returns the names of the directories because of whose artifacts the workload did not start: no
+/// replica is left. The cluster may have had them from an earlier command.
+async fn lost_directories<'a>(connection: &Connection, args: &'a RunArgs, ran: &RanWorkload) -> Vec<&'a str> {
+    let finished = &ran.followed.finished;
+    let is_lost = finished.failure.as_ref().is_some_and(|it| it.reason == INPUT_UNAVAILABLE);
+    if !is_lost || finished.exit.is_some() || ran.followed.cancel_code.is_some() {
+        return Vec::new();
+    }
+    let mut lost = Vec::new();
+    for (input, artifact) in args.inputs.iter().zip(&ran.inputs) {
+        if matches!(input.source, Source::Directory(_))
+            && let Ok(found) = queries::artifact(connection, &artifact.to_string()).await
+            && found.replicas.is_empty()
+            && !found.in_store
+        {
+            lost.push(input.name.as_str());
+        }
+    }
+    lost
 }
 
 /// Prints how to look into the container of a command that failed, if its worker allows that.
