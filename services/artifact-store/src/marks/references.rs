@@ -126,7 +126,34 @@ pub(crate) async fn artifacts(
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = concat!("SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (", holds!(), ") h");
     let holds = Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await?;
-    Ok(with_references(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+    let mut facts = with_references(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str())));
+    let given_up = given_up(conn, rows, now).await?;
+    for (row, facts) in rows.iter().zip(&mut facts) {
+        facts.given_up = given_up.contains(&row.artifact_id);
+    }
+    Ok(facts)
+}
+
+/// Returns the open artifacts that nothing can seal any more: the claim of a transfer that filled
+/// them has expired, and no other volume has their bytes or may get them.
+async fn given_up(
+    conn: &impl ConnectionTrait,
+    rows: &[ArtifactRow],
+    now: Timestamp,
+) -> Result<HashSet<Uuid>, DbErr> {
+    let open: Vec<_> =
+        rows.iter().filter(|row| row.state == ArtifactState::Open).map(|row| row.artifact_id).collect();
+    if open.is_empty() {
+        return Ok(HashSet::new());
+    }
+    let sql = "SELECT DISTINCT v.artifact_id AS id FROM volumes v
+        WHERE v.artifact_id IN (SELECT id FROM ids) AND v.purpose = 'replica' AND v.transfer_id IS NOT NULL
+          AND v.complete = FALSE AND v.claimed_until <= $1
+          AND NOT EXISTS (
+            SELECT 1 FROM volumes o
+                WHERE o.artifact_id = v.artifact_id AND o.state NOT IN ('destroying', 'sweeping')
+                  AND (o.purpose <> 'replica' OR o.complete = TRUE OR o.claimed_until > $1))";
+    query_ids(conn, statement(conn, sql, now, open)).await
 }
 
 /// Returns the facts about artifacts with the given references.
@@ -157,6 +184,7 @@ pub(crate) fn without_references(row: &ArtifactRow) -> ArtifactFacts {
         created_at: Timestamp(row.created_at),
         had_owner: row.had_owner,
         kept_until: row.kept_until.map(Timestamp),
+        given_up: false,
         held: HoldFlags::default(),
     }
 }

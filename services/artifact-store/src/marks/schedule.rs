@@ -36,3 +36,26 @@ pub(crate) async fn make_due(
     }
     Ok(())
 }
+
+/// Makes open artifacts due whose upload may have been given up. Unlike others, they are checked
+/// although they have a live owner. A locked artifact is skipped, and stays until its owner lets
+/// go.
+pub(crate) async fn make_open_due(
+    txn: &DatabaseTransaction,
+    artifacts: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let artifacts: Vec<_> = artifacts.into_iter().collect();
+    if artifacts.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "WITH open AS (SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND state = 'open'{})
+         UPDATE artifacts SET due_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM open)",
+        ids::query(backend, 1),
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [ids::value(backend, artifacts), now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
+}

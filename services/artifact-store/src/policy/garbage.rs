@@ -5,9 +5,10 @@
 //!
 //! An artifact is garbage when no workload pins it, no transfer or attempt reads or fills it, and
 //! every owner has let go ([`crate::policy::retention`]). An artifact that never had an owner is
-//! garbage after a fixed time. A volume is garbage with its artifact or its attempt, children
-//! before parents. A container is garbage after a grace period, which begins at the end of its
-//! attempt or at its last interactive use.
+//! garbage after a fixed time. An open artifact whose upload was given up is garbage at once,
+//! because nothing can seal it any more. A volume is garbage with its artifact or its attempt,
+//! children before parents. A container is garbage after a grace period, which begins at the end of
+//! its attempt or at its last interactive use.
 //!
 //! [`crate::gc`] gathers the facts while it holds the locks of the judged rows. A verdict to keep
 //! says when to check again.
@@ -35,6 +36,9 @@ pub(crate) struct ArtifactFacts {
     pub(crate) had_owner: bool,
     /// Until when it needs no owner.
     pub(crate) kept_until: Option<Timestamp>,
+    /// Whether it is open, the claim of a transfer that filled it has expired, and no other volume
+    /// has its bytes or may get them.
+    pub(crate) given_up: bool,
     pub(crate) held: HoldFlags,
 }
 
@@ -208,6 +212,9 @@ pub(crate) fn unowned_keeper(facts: &ArtifactFacts, now: Timestamp, policy: &Pol
 /// Judges an artifact.
 pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict {
     let HoldFlags { owned, pinned, used, transferred } = facts.held;
+    if facts.given_up && !(pinned || used || transferred) {
+        return Verdict::Mark(MarkReason::ClaimExpired);
+    }
     if owned {
         return Verdict::Keep(NextCheck::OnEvent);
     }
@@ -315,19 +322,21 @@ mod tests {
     }
 
     fn facts(had_owner: bool, held: HoldFlags) -> ArtifactFacts {
-        ArtifactFacts { created_at: at(0), had_owner, kept_until: None, held }
+        ArtifactFacts { created_at: at(0), had_owner, kept_until: None, given_up: false, held }
     }
 
     #[test]
     fn artifact_is_marked_when_nothing_keeps_it() {
-        for bits in 0..128 {
+        for bits in 0..256 {
             let bit = |n: u32| bits & (1 << n) != 0;
             let held = HoldFlags { owned: bit(0), pinned: bit(1), used: bit(2), transferred: bit(3) };
-            let (had_owner, old, reprieved) = (bit(4), bit(5), bit(6));
+            let (had_owner, old, reprieved, given_up) = (bit(4), bit(5), bit(6), bit(7));
             let now = at(if old { 100 } else { 99 });
             let kept_until = reprieved.then(|| at(200));
-            let facts = ArtifactFacts { kept_until, ..facts(had_owner, held) };
-            let expected = if held.owned {
+            let facts = ArtifactFacts { kept_until, given_up, ..facts(had_owner, held) };
+            let expected = if given_up && !(held.pinned || held.used || held.transferred) {
+                Verdict::Mark(MarkReason::ClaimExpired)
+            } else if held.owned {
                 Verdict::Keep(NextCheck::OnEvent)
             } else if held != HoldFlags::default() {
                 Verdict::Keep(NextCheck::Later)

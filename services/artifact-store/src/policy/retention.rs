@@ -15,6 +15,9 @@
 //! | base resource type | when another version of the same worker replaces it, or its worker is forgotten |
 //! | resource certificates | when other certificates of the same worker replace them, or their worker is forgotten |
 //!
+//! An open artifact whose upload was given up is deleted although its owners have not let go
+//! ([`crate::policy::garbage`]).
+//!
 //! A cache that nothing uses is deleted earlier if its worker needs disk space
 //! ([`crate::inventory::make_room`]).
 

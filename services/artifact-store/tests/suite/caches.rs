@@ -253,7 +253,7 @@ impl Suite {
         self.upload(gateway, None, content).await.expect("uploaded").0
     }
 
-    async fn state(&self, artifact: ArtifactId) -> ArtifactState {
+    pub(crate) async fn state(&self, artifact: ArtifactId) -> ArtifactState {
         self.get(artifact).await.expect("it is there, or its tombstone").state()
     }
 

@@ -16,6 +16,7 @@ on_both_databases! {
     repeated_calls_return_first_answer,
     input_is_missing_until_it_is_copied,
     expired_or_abandoned_upload_leaves_nothing,
+    given_up_upload_of_live_build_is_collected,
     bytes_are_adopted_within_team_with_live_replica,
     artifact_lifetime_is_unaffected_by_equal_bytes,
     artifact_on_excluded_workers_is_not_adopted,
@@ -174,11 +175,14 @@ async fn expired_or_abandoned_upload_leaves_nothing(database: TestDatabase) {
     suite.clock.advance(Duration::from_secs(10));
     assert_refused(progress().await, Reason::ClaimLost);
     assert_refused(gateway.complete(&lost, digest(1)).await, Reason::ClaimLost);
-    assert_eq!(suite.collect(DryRun::Off).await.len(), 1);
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact, too");
     assert_refused(gateway.complete(&lost, digest(1)).await, Reason::ClaimLost);
+    let again = suite.plan(artifact, gateway.worker, TransferId::new()).await;
+    assert_refused(again, Reason::ArtifactNotFound);
 
+    let (artifact, transfer) = (ArtifactId::new(), TransferId::new());
+    suite.create(artifact, None).await.expect("created");
     let abandoned = suite.plan(artifact, gateway.worker, transfer).await.expect("planned");
-    assert_ne!(abandoned, lost, "a handle is never used twice");
     gateway.complete(&abandoned, digest(1)).await.expect("complete");
     for _ in 0..2 {
         suite.abandon(transfer).await.expect("abandoned");
@@ -198,6 +202,36 @@ async fn expired_or_abandoned_upload_leaves_nothing(database: TestDatabase) {
     suite.seal(kept, digest(1)).await.expect("sealed");
     suite.abandon(transfer).await.expect("abandoned");
     assert_eq!(suite.get(kept).await.expect("it is there").replicas.len(), 1);
+    suite.stop().await;
+}
+
+async fn given_up_upload_of_live_build_is_collected(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    // Of four open artifacts, one is being uploaded, one was, one waits for the commit, and one is
+    // a planned output without an upload.
+    let [going_on, given_up, complete, planned] = [(); 4].map(|()| ArtifactId::new());
+    for artifact in [going_on, given_up, complete, planned] {
+        suite.create(artifact, Some(build)).await.expect("created");
+    }
+    let transfer = TransferId::new();
+    suite.plan(going_on, gateway.worker, transfer).await.expect("planned");
+    suite.plan(given_up, gateway.worker, TransferId::new()).await.expect("planned");
+    let whole = suite.plan(complete, gateway.worker, TransferId::new()).await.expect("planned");
+    gateway.complete(&whole, digest(1)).await.expect("complete");
+    suite.clock.advance(Duration::from_secs(50));
+    let request = pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
+    suite.replicas().progress(request).await.expect("renewed");
+    suite.clock.advance(Duration::from_secs(10));
+    let collected = suite.collect(DryRun::Off).await;
+    assert_eq!(collected.len(), 2, "an artifact and its volume: {collected:?}");
+    assert_eq!(suite.explain(given_up).await.expect("explained").reason, "the claim of its transfer expired");
+    for artifact in [going_on, complete, planned] {
+        assert_eq!(suite.state(artifact).await, ArtifactState::Open);
+    }
+    suite.seal(complete, digest(1)).await.expect("it waits for the commit");
     suite.stop().await;
 }
 
@@ -363,6 +397,7 @@ async fn store_downtime_expires_no_terms(database: TestDatabase) {
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(build, workload, None).await.expect("put");
     suite.create(artifact, Some(build)).await.expect("created");
+    suite.create(ArtifactId::new(), Some(build)).await.expect("created");
     suite.plan(artifact, gateway.worker, transfer).await.expect("planned");
     let now = suite.clock.now();
     let database = suite.stop().await;
@@ -380,12 +415,12 @@ async fn store_downtime_expires_no_terms(database: TestDatabase) {
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.replicas().progress(request()).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
-    assert_eq!(suite.collect(DryRun::Off).await.len(), 1, "its second term is over");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "its second term is over");
 
     suite.clock.advance(Duration::from_secs(10 * 60 - 120));
     suite.put_build(build, workload, None).await.expect("renewed");
     suite.clock.advance(Duration::from_secs(10 * 60));
-    assert_eq!(suite.collect(DryRun::Off).await.len(), 1, "the artifact goes with its build");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 1, "the other artifact goes with its build");
     suite.stop().await;
 }
 

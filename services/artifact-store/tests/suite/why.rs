@@ -40,7 +40,7 @@ async fn suite(database: TestDatabase) -> Suite {
 }
 
 impl Suite {
-    async fn explain(&self, id: impl ToString) -> Answer<pb::ExplainResponse> {
+    pub(crate) async fn explain(&self, id: impl ToString) -> Answer<pb::ExplainResponse> {
         self.explain_to(TEAM, id).await
     }
 

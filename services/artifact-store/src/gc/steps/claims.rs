@@ -1,4 +1,5 @@
-//! The step of claims: marks volumes of transfers whose claims have expired.
+//! The step of claims: marks volumes of transfers whose claims have expired. The step of artifacts
+//! then checks the open artifacts that they filled.
 
 use std::collections::HashSet;
 
@@ -14,7 +15,7 @@ use crate::db::ids;
 use crate::db::units::size;
 use crate::gc::{Batch, CollectedItem, Kind, Settings, by_reason};
 use crate::marks::references::{self, VolumeRow};
-use crate::marks::schedule::make_due;
+use crate::marks::schedule::{make_due, make_open_due};
 use crate::marks::{self, LockWait};
 use crate::policy::garbage::{self, Verdict};
 
@@ -60,6 +61,7 @@ pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Setti
     for (why, handles) in by_reason(&batch.collected) {
         batch.workers.extend(marks::mark_volumes(txn, &handles, why, settings.now).await?);
     }
+    make_open_due(txn, released.iter().copied(), settings.now).await?;
     make_due(txn, released, settings.now).await?;
     // A kept volume would be checked endlessly, so that the loop ends with a batch that marks
     // nothing.

@@ -98,10 +98,12 @@ fn orphans(state: &mut State, history: &mut History, view: &View) -> Accepted {
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
+    let given_up = state.given_up();
     for (artifact, record) in &mut state.artifacts {
         // Abandoning a transfer marks its artifact at once, unless another transfer fills the
-        // artifact.
+        // artifact. A collection marks the artifact of a transfer whose claim has expired.
         let seen = view.artifacts.get(&artifact_id(*artifact));
+        record.abandoned |= given_up.contains(artifact);
         record.abandoned &= seen.is_none_or(|seen| seen.state == ArtifactState::Deleting);
     }
     let kept = state.kept();

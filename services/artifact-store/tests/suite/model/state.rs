@@ -520,6 +520,24 @@ impl State {
         artifact.and_then(|artifact| self.artifacts.get(&artifact)).is_some_and(|record| record.came_back)
     }
 
+    /// Returns the open artifacts whose uploads a collection may have given up: a claim has
+    /// expired, and no other volume has the bytes or may get them.
+    pub(crate) fn given_up(&self) -> BTreeSet<Artifact> {
+        let is_expired = |volume: &Volume| {
+            volume.complete.is_none() && volume.claimed_until.is_some_and(|until| until <= self.now)
+        };
+        let may_be_sealed = |volume: &Volume| {
+            !volume.revoked
+                && (volume.complete.is_some() || volume.claimed_until.is_none_or(|until| self.now < until))
+        };
+        let of = |artifact: Artifact| self.volumes.values().filter(move |volume| volume.is_of(artifact));
+        let expired =
+            self.volumes.values().filter(|volume| is_expired(volume)).filter_map(|volume| volume.artifact);
+        expired
+            .filter(|artifact| self.sealed(*artifact).is_none() && !of(*artifact).any(may_be_sealed))
+            .collect()
+    }
+
     /// Returns the artifacts that are certainly kept, with the reason for people.
     pub(crate) fn kept(&self) -> BTreeMap<Artifact, String> {
         let mut kept = BTreeMap::new();
