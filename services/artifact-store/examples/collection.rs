@@ -443,7 +443,7 @@ impl Caller {
     async fn collect(&self) -> Result<(Duration, usize)> {
         let mut client = pb::collector_client::CollectorClient::new(self.0.clone());
         let begin = Instant::now();
-        let request = pb::CollectRequest { dry_run: pb::DryRun::Off.into() };
+        let request = pb::CollectRequest { dry_run: pb::DryRun::Off.into(), ..pb::CollectRequest::default() };
         let mut request = tonic::Request::new(request);
         request.set_timeout(Duration::from_secs(600));
         let answer = client.collect(request).await?.into_inner();

@@ -43,8 +43,9 @@ pub struct Amounts {
     #[arg(long, env = "GANTRY_WORKER_MIN_FREE_DISK", value_name = "SIZE", value_parser = disk_space)]
     #[serde(deserialize_with = "space")]
     pub min_free_disk: Option<DiskSpace>,
-    /// Free disk space below which copies and caches that are not in use are deleted: `20G`, `10%`,
-    /// or 0 for never. At least `--min-free-disk`. Default: 5 % of the disk, at most 5 GiB
+    /// Free disk space below which containers of ended workloads, and copies and caches that are
+    /// not in use, are deleted: `20G`, `10%`, or 0 for never. At least `--min-free-disk`. Default:
+    /// 5 % of the disk, at most 5 GiB
     #[arg(long, env = "GANTRY_WORKER_LOW_DISK", value_name = "SIZE", value_parser = disk_space)]
     #[serde(deserialize_with = "space")]
     pub low_disk: Option<DiskSpace>,

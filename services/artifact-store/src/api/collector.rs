@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
+use domain::WorkerId;
 use rpc::pb::artifacts as pb;
 use tokio::sync::broadcast::{self, error::RecvError};
 use tokio::sync::mpsc;
@@ -11,6 +12,7 @@ use tokio_stream::{Stream, StreamExt};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
+use crate::api::inventory_messages::MAX_AT_RISK;
 use crate::api::{Handlers, errors};
 use crate::gc;
 use crate::gc::dry_run::{self, DryRunResult};
@@ -28,19 +30,36 @@ impl pb::collector_server::Collector for Handlers {
         &self,
         request: Request<pb::CollectRequest>,
     ) -> Result<Response<pb::CollectResponse>, Status> {
-        let DryRunResult { collected, is_cut_off } =
-            match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
-                pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
-                pb::DryRun::Only => dry_run::round(&self.store, MAX_NAMED + 1).await,
-                pb::DryRun::Off => gc::full_round(&self.store, &self.stopping)
-                    .await
-                    .map(|collected| DryRunResult { collected, is_cut_off: false }),
+        let request = request.into_inner();
+        let dry_run = rpc::parse_enum("dry_run", request.dry_run)?;
+        if request.short_worker_ids.len() > MAX_AT_RISK {
+            let message = format!("must be at most {MAX_AT_RISK}");
+            return Err(rpc::invalid_field("short_worker_ids", message));
+        }
+        let short = request.short_worker_ids.iter().map(|id| rpc::parse_id("short_worker_ids", id));
+        let short = short.collect::<Result<Vec<WorkerId>, _>>()?;
+        let failed = |error| errors::database("collect garbage", &error);
+        let DryRunResult { collected, is_cut_off } = match dry_run {
+            pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
+            pb::DryRun::Only => dry_run::round(&self.store, &short, MAX_NAMED + 1).await.map_err(failed)?,
+            pb::DryRun::Off => {
+                let mut collected = Vec::new();
+                for worker in short {
+                    collected.extend(gc::give_up_ended(&self.store, worker).await.map_err(failed)?);
+                }
+                collected.extend(gc::full_round(&self.store, &self.stopping).await.map_err(failed)?);
+                DryRunResult { collected, is_cut_off: false }
             }
-            .map_err(|error| errors::database("collect garbage", &error))?;
+        };
+        let kept = gc::steps::attempts::kept_containers(self.store.db.read(), &self.policy()).await;
+        let kept_containers = kept.map_err(failed)?.map(|kept| pb::KeptContainers {
+            containers: kept.number,
+            until: Some(rpc::timestamp(kept.until)),
+        });
 
         let truncated = is_cut_off || collected.len() > MAX_NAMED;
         let collected = collected.iter().take(MAX_NAMED).map(collected_message).collect();
-        Ok(Response::new(pb::CollectResponse { collected, truncated }))
+        Ok(Response::new(pb::CollectResponse { collected, truncated, kept_containers }))
     }
 
     type WatchCollectionsStream =

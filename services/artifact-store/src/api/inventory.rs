@@ -282,7 +282,8 @@ impl pb::inventory_server::Inventory for Handlers {
         let reliable = reliable.map(|id| rpc::parse_id("reliable_worker_ids", id));
         let reliable = reliable.collect::<Result<Vec<WorkerId>, _>>()?;
         let claims = self.session(&request.session_credential).await?;
-        self.run_make_room(&claims, request.size_bytes, &reliable).await.map(Response::new)
+        let made = self.run_make_room(&claims, request.size_bytes, &reliable, request.only_ended).await?;
+        Ok(Response::new(made))
     }
 
     async fn prepare_import(

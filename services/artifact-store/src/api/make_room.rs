@@ -13,20 +13,29 @@ use crate::inventory::make_room::{self, Candidate, CandidateKind};
 use crate::policy::retention::CacheEndReason;
 
 impl Handlers {
-    /// Deletes candidates until their sizes reach `size_bytes`. Each has its own transaction, so
-    /// that other calls need not wait for all of them.
+    /// Deletes what is left of ended attempts, and, unless `only_ended`, candidates until their
+    /// sizes reach `size_bytes`. Each candidate has its own transaction, so that other calls need
+    /// not wait for all of them.
     pub(super) async fn run_make_room(
         &self,
         claims: &SessionClaims,
         size_bytes: u64,
         reliable: &[WorkerId],
+        only_ended: bool,
     ) -> Result<pb::MakeRoomResponse, Status> {
         let (read, now) = (self.store.db.read(), self.store.now());
         let failed = |error| errors::database("make room", &error);
+        let given_up = gc::give_up_ended(&self.store, claims.worker).await.map_err(failed)?;
+        if !given_up.is_empty() {
+            // Artifacts that only the ended attempts used are marked at once.
+            gc::round(&self.store, &self.stopping).await.map_err(failed)?;
+        }
         let pending_bytes = make_room::pending_bytes(read, claims.worker).await.map_err(failed)?;
         let wanted = size_bytes.saturating_sub(pending_bytes);
-        let mut response = pb::MakeRoomResponse { pending_bytes, ..pb::MakeRoomResponse::default() };
-        if wanted == 0 {
+        let of_ended = given_up.len() as u64;
+        let mut response =
+            pb::MakeRoomResponse { pending_bytes, of_ended, ..pb::MakeRoomResponse::default() };
+        if wanted == 0 || only_ended {
             return Ok(response);
         }
         let candidates = make_room::candidates(read, claims.worker, reliable, now).await.map_err(failed)?;
@@ -51,6 +60,7 @@ impl Handlers {
             pending_bytes,
             deleted_bytes = response.size_bytes,
             replicas = response.replicas,
+            of_ended = response.of_ended,
             "a worker needs disk space: deleted copies and caches that nothing uses"
         );
         Ok(response)

@@ -76,7 +76,11 @@ pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
 
 impl Handlers {
     fn policy(&self) -> Policy {
-        Policy { unowned_ttl: self.store.config.unowned_ttl, gc_grace: self.store.config.gc_grace }
+        Policy {
+            unowned_ttl: self.store.config.unowned_ttl,
+            gc_grace: self.store.config.gc_grace,
+            needs_space: false,
+        }
     }
 
     /// Verifies a session credential, records its session, and returns its claims.

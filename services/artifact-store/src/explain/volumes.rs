@@ -216,6 +216,6 @@ fn active_attempt(attempt: Uuid) -> Keeper {
 
 /// Returns the grace period that keeps containers and volumes of an ended attempt.
 fn grace(context: &ExplainContext<'_>, until: Timestamp) -> Option<Keeper> {
-    let text = "the grace period of its ended attempt".to_owned();
+    let text = "the grace period of its ended attempt, unless its worker needs disk space".to_owned();
     (until > context.now).then_some(Keeper { thing: None, text, until: Some(until) })
 }

@@ -5,10 +5,11 @@
 
 use std::time::{Duration, Instant};
 
+use domain::WorkerId;
 use sea_orm::{DatabaseTransaction, DbErr};
 
 use crate::app::Store;
-use crate::gc::{CollectedItem, Settings, Step, make_all_due};
+use crate::gc::{CollectedItem, Settings, Step, make_all_due, steps};
 
 /// Maximum duration of the transaction, in seconds. Writers that wait for its locks give up after
 /// ten seconds.
@@ -34,12 +35,16 @@ enum DryRunEnd {
     Database(#[from] DbErr),
 }
 
-/// Returns what a round would mark, at least the first `most` items.
-pub(crate) async fn round(store: &Store, most: usize) -> Result<DryRunResult, DbErr> {
+/// Returns what a round would mark, at least the first `most` items. The workers `short` need disk
+/// space.
+pub(crate) async fn round(store: &Store, short: &[WorkerId], most: usize) -> Result<DryRunResult, DbErr> {
     let settings = Settings { batch: ROWS, ..Settings::of(store) };
-    let run = store.db.write(|txn| async move {
-        let result = run_batches(&txn, &settings, most).await?;
-        Err::<DryRunResult, _>(DryRunEnd::Done(result))
+    let run = store.db.write(|txn| {
+        let short = short.to_vec();
+        async move {
+            let result = run_batches(&txn, &settings, &short, most).await?;
+            Err::<DryRunResult, _>(DryRunEnd::Done(result))
+        }
     });
     match run.await {
         Ok(result) | Err(DryRunEnd::Done(result)) => Ok(result),
@@ -51,10 +56,20 @@ pub(crate) async fn round(store: &Store, most: usize) -> Result<DryRunResult, Db
 async fn run_batches(
     txn: &DatabaseTransaction,
     settings: &Settings,
+    short: &[WorkerId],
     most: usize,
 ) -> Result<DryRunResult, DbErr> {
     let begun = Instant::now();
     let mut result = DryRunResult::default();
+    for worker in short {
+        loop {
+            let batch = steps::attempts::give_up_ended(txn, settings, *worker).await?;
+            if batch.collected.is_empty() {
+                break;
+            }
+            result.collected.extend(batch.collected);
+        }
+    }
     make_all_due(txn, settings).await?;
     for step in Step::MARKING {
         while step.is_due(txn, settings).await? {

@@ -82,7 +82,7 @@ impl Settings {
         Self {
             batch: BatchSize::of(store).rows,
             now: store.now(),
-            policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
+            policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace, needs_space: false },
             tombstone: config.tombstone,
             remember: config.remember,
             resource_cache_ttl: config.resource_cache_ttl,
@@ -154,6 +154,26 @@ pub(crate) async fn full_round(
     let settings = Settings::of(store);
     store.db.write(|txn| async move { make_all_due(&txn, &settings).await }).await?;
     round(store, stopping).await
+}
+
+/// Marks what is left of ended attempts on a worker that needs disk space, before their grace
+/// periods end.
+pub(crate) async fn give_up_ended(store: &Store, worker: WorkerId) -> Result<Vec<CollectedItem>, DbErr> {
+    let mut collected = Vec::new();
+    loop {
+        let settings = Settings::of(store);
+        let marked = store
+            .db
+            .write(|txn| async move { steps::attempts::give_up_ended(&txn, &settings, worker).await });
+        let batch = marked.await?;
+        // Parents are judged again after their children.
+        if batch.collected.is_empty() {
+            return Ok(collected);
+        }
+        store.sweep_wakers.wake(batch.workers);
+        store.feed.publish(&batch.collected);
+        collected.extend(batch.collected);
+    }
 }
 
 /// Makes rows due that would be checked after a fixed time.

@@ -416,7 +416,7 @@ fn settings() -> Settings {
     let forever = Duration::MAX;
     Settings {
         now: NOW,
-        policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO },
+        policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO, needs_space: false },
         tombstone: forever,
         remember: forever,
         resource_cache_ttl: Duration::ZERO,

@@ -52,7 +52,7 @@ impl StatementLog {
 fn settings() -> Settings {
     Settings {
         now: NOW,
-        policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO },
+        policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO, needs_space: false },
         tombstone: Duration::ZERO,
         remember: Duration::ZERO,
         resource_cache_ttl: Duration::ZERO,

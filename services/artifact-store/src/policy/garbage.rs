@@ -8,7 +8,8 @@
 //! garbage after a fixed time. An open artifact whose upload was given up is garbage at once,
 //! because nothing can seal it any more. A volume is garbage with its artifact or its attempt,
 //! children before parents. A container is garbage after a grace period, which begins at the end of
-//! its attempt or at its last interactive use.
+//! its attempt or at its last interactive use. If its worker needs disk space, it is garbage at the
+//! end of its attempt, unless it is in use.
 //!
 //! [`crate::gc`] gathers the facts while it holds the locks of the judged rows. A verdict to keep
 //! says when to check again.
@@ -26,6 +27,20 @@ pub(crate) struct Policy {
     pub(crate) unowned_ttl: Duration,
     /// Time after the end of an attempt for which its containers and volumes are kept.
     pub(crate) gc_grace: Duration,
+    /// Whether the worker of the judged containers and volumes needs disk space. Only those that
+    /// are used interactively are then kept after the end of their attempt.
+    pub(crate) needs_space: bool,
+}
+
+/// Time for which a container counts as used after its last interactive use was reported. Gateways
+/// report a use once per minute.
+const USE_TERM: Duration = Duration::from_secs(180);
+
+impl Policy {
+    /// Returns the reason of the marks of containers and volumes of ended attempts.
+    fn end_reason(&self) -> MarkReason {
+        if self.needs_space { MarkReason::DiskSpace } else { MarkReason::AttemptEnded }
+    }
 }
 
 /// Facts about an unmarked artifact.
@@ -121,6 +136,7 @@ pub(crate) enum MarkReason {
     OtherBytesSealed,
     ArtifactDeleted,
     AttemptEnded,
+    DiskSpace,
     ImportReplaced,
 }
 
@@ -134,6 +150,7 @@ impl fmt::Display for MarkReason {
             Self::OtherBytesSealed => "its artifact was sealed with other bytes",
             Self::ArtifactDeleted => "its artifact is deleted",
             Self::AttemptEnded => "its attempt has ended",
+            Self::DiskSpace => "its attempt has ended, and its worker needed disk space",
             Self::ImportReplaced => "its worker now provides another version",
         })
     }
@@ -233,13 +250,16 @@ pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy)
     let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(NextCheck::OnEvent) };
     match grace_ends(ended_at, facts.touched_at, policy) {
         until if until > now => Verdict::Keep(NextCheck::At(until)),
-        _ => Verdict::Mark(MarkReason::AttemptEnded),
+        _ => Verdict::Mark(policy.end_reason()),
     }
 }
 
 /// Returns when the grace period of an attempt ends. It begins at the end of the attempt or at the
 /// last interactive use of its container.
 pub(crate) fn grace_ends(ended_at: Timestamp, touched_at: Option<Timestamp>, policy: &Policy) -> Timestamp {
+    if policy.needs_space {
+        return touched_at.map_or(ended_at, |touched_at| ended_at.max(touched_at + USE_TERM));
+    }
     touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at)) + policy.gc_grace
 }
 
@@ -259,9 +279,9 @@ pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Ve
             Verdict::Keep(NextCheck::Later)
         }
         VolumeLifetime::OfAttempt { ended_at: Some(ended_at), has_live_container: false } => {
-            match ended_at + policy.gc_grace {
+            match grace_ends(ended_at, None, policy) {
                 until if until > now => Verdict::Keep(NextCheck::At(until)),
-                _ => Verdict::Mark(MarkReason::AttemptEnded),
+                _ => Verdict::Mark(policy.end_reason()),
             }
         }
         VolumeLifetime::OfArtifact { .. } | VolumeLifetime::OfAttempt { ended_at: None, .. } => {
@@ -314,8 +334,11 @@ pub(crate) fn children_first(volumes: &[(Uuid, Option<Uuid>)]) -> Vec<Uuid> {
 mod tests {
     use super::*;
 
-    const POLICY: Policy =
-        Policy { unowned_ttl: Duration::from_secs(100), gc_grace: Duration::from_secs(10) };
+    const POLICY: Policy = Policy {
+        unowned_ttl: Duration::from_secs(100),
+        gc_grace: Duration::from_secs(10),
+        needs_space: false,
+    };
 
     fn at(seconds: i64) -> Timestamp {
         Timestamp(seconds * 1_000_000)
@@ -382,6 +405,23 @@ mod tests {
             Verdict::Mark(MarkReason::AttemptEnded),
             "before its end"
         );
+    }
+
+    #[test]
+    fn unused_container_has_no_grace_if_its_worker_needs_space() {
+        let policy = Policy { needs_space: true, ..POLICY };
+        let judge = |touched_at, now| {
+            let facts = ContainerFacts { attempt_ended_at: Some(at(5)), touched_at };
+            container(&facts, at(now), &policy)
+        };
+        assert_eq!(judge(None, 5), Verdict::Mark(MarkReason::DiskSpace));
+        assert_eq!(judge(Some(at(4)), 5), Verdict::Keep(NextCheck::At(at(184))), "it is in use");
+        assert_eq!(judge(Some(at(4)), 184), Verdict::Mark(MarkReason::DiskSpace));
+        let going_on = ContainerFacts { attempt_ended_at: None, touched_at: None };
+        assert_eq!(container(&going_on, at(1000), &policy), Verdict::Keep(NextCheck::OnEvent));
+        let lifetime = VolumeLifetime::OfAttempt { ended_at: Some(at(5)), has_live_container: false };
+        let left = VolumeFacts { has_live_child: false, lifetime };
+        assert_eq!(volume(&left, at(5), &policy), Verdict::Mark(MarkReason::DiskSpace));
     }
 
     #[test]

@@ -84,7 +84,7 @@ async fn truncated_answer_says_that_it_is_truncated(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.unowned_ttl = Duration::ZERO).await;
     let collect = async |dry_run: DryRun| {
         let mut collector = pb::collector_client::CollectorClient::new(suite.peer.clone());
-        let request = pb::CollectRequest { dry_run: dry_run.into() };
+        let request = pb::CollectRequest { dry_run: dry_run.into(), ..pb::CollectRequest::default() };
         let answer = collector.collect(request).await.expect("collected").into_inner();
         (answer.collected.len(), answer.truncated)
     };

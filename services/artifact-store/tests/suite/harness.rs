@@ -396,8 +396,14 @@ impl Callers {
     }
 
     async fn collect_once(&self, dry_run: pb::DryRun) -> pb::CollectResponse {
+        self.collect_short(dry_run, &[]).await
+    }
+
+    /// Collects, or runs a dry run. The workers of the gateways `short` need disk space.
+    pub(crate) async fn collect_short(&self, dry_run: pb::DryRun, short: &[&Gateway]) -> pb::CollectResponse {
         let mut collector = pb::collector_client::CollectorClient::new(self.peer.clone());
-        let request = pb::CollectRequest { dry_run: dry_run.into() };
+        let short_worker_ids = short.iter().map(|gateway| gateway.worker.to_string()).collect();
+        let request = pb::CollectRequest { dry_run: dry_run.into(), short_worker_ids };
         collector.collect(request).await.expect("collected").into_inner()
     }
 

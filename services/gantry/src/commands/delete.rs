@@ -26,13 +26,15 @@ use crate::render::confirm;
 use crate::render::json as shown;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, count, plain, render};
+use crate::render::table::{bytes, count, duration, plain, render};
 use crate::render::ui::Ui;
 
 /// Number of artifacts that are explained at a time.
 const CONCURRENT_CALLS: usize = 16;
 /// Maximum number of artifacts in one call.
 const CALL_LIMIT: usize = 1000;
+/// Maximum number of workers that need disk space in one call.
+const MAX_SHORT: usize = 10_000;
 /// Divisor of the disk size. A disk with less free than size / 20 may be full.
 const FULL_DIVISOR: u64 = 20;
 /// Free bytes with which no disk is full, even a large one.
@@ -172,7 +174,9 @@ async fn delete_all(
         if let Some(keeper) = explained.kept_by.first() {
             let is_image = keeper.kind() == ObjectKind::ResourceCache;
             let advice = if is_image { "; `gantry rm IMAGE` deletes an image by its name" } else { "" };
-            ui.warn(&format!("artifact {id} is kept until nothing uses it: {}{advice}", keeper.text));
+            let left = keeper.until.as_ref().and_then(labels::from_now);
+            let left = left.map_or_else(String::new, |left| format!(", for {}", duration(left)));
+            ui.warn(&format!("artifact {id} is kept until nothing uses it: {}{left}{advice}", keeper.text));
             kept.push(id);
         }
     }
@@ -228,10 +232,10 @@ async fn delete_and_collect(
             .await?;
     }
     let collector = connection.collector();
-    let request = CollectRequest { dry_run: DryRun::Off.into() };
+    let request = CollectRequest { dry_run: DryRun::Off.into(), ..CollectRequest::default() };
     connection
         .repeat(Service::ArtifactStore, "cannot collect garbage", async || {
-            collector.clone().collect(request).await
+            collector.clone().collect(request.clone()).await
         })
         .await
 }
@@ -256,10 +260,10 @@ pub(crate) async fn prune(
         .try_collect()
         .await?;
     let collector = connection.collector();
-    let request = CollectRequest { dry_run: DryRun::Only.into() };
+    let request = CollectRequest { dry_run: DryRun::Only.into(), ..CollectRequest::default() };
     let mut garbage = connection
         .repeat(Service::ArtifactStore, "cannot find garbage", async || {
-            collector.clone().collect(request).await
+            collector.clone().collect(request.clone()).await
         })
         .await?;
     // An artifact that nothing keeps is in both lists.
@@ -330,8 +334,9 @@ pub(crate) async fn free_full_disks(
     }
     // A newly registered worker has not reported its disk yet.
     tokio::time::sleep(FIRST_REPORT_LIMIT).await;
-    let still: Vec<_> = full_workers(connection).await?;
-    full.retain(|(worker, _)| still.iter().any(|(other, _)| other.worker_id == worker.worker_id));
+    let mut still = full_workers(connection).await?;
+    still.retain(|(worker, _)| full.iter().any(|(other, _)| other.worker_id == worker.worker_id));
+    full = still;
     if full.is_empty() {
         return Ok(None);
     }
@@ -398,14 +403,16 @@ async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result
 pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
     let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
     let collector = connection.collector();
-    let request = CollectRequest { dry_run: dry_run.into() };
-    let response = connection
+    // What is left of ended workloads goes before artifacts with a time limit.
+    let short = full_workers(connection).await?;
+    let short_worker_ids = short.into_iter().map(|(worker, _)| worker.worker_id).take(MAX_SHORT).collect();
+    let request = CollectRequest { dry_run: dry_run.into(), short_worker_ids };
+    let mut response = connection
         .repeat(Service::ArtifactStore, "cannot collect garbage", async || {
-            collector.clone().collect(request).await
+            collector.clone().collect(request.clone()).await
         })
         .await?;
     let freed_for_room = free_full_disks(connection, !args.dry_run).await?;
-    let mut response = response;
     if let Some(freed) = &freed_for_room {
         response.collected.extend(freed.collected.collected.iter().cloned());
     }
@@ -417,10 +424,14 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
             "truncated": response.truncated,
             "size_bytes": queries::freed(&response),
             "full_disks": freed_for_room.as_ref().map(FreedArtifacts::json),
+            "kept_containers": response.kept_containers.as_ref().map(|kept| json!({
+                "containers": kept.containers,
+                "until": kept.until.as_ref().map(labels::instant),
+            })),
         }));
     }
     let mut text = match response.collected.is_empty() {
-        true => "no garbage\n".to_owned(),
+        true => format!("no garbage{}\n", kept_text(&response)),
         false => {
             let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
             let table = render(&["KIND", "ID", "SIZE", "REASON"], &rows);
@@ -448,6 +459,18 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         });
     }
     print(&text)
+}
+
+/// Says until when containers of ended workloads hold space. Empty: there are none.
+fn kept_text(response: &CollectResponse) -> String {
+    let Some(kept) = response.kept_containers else { return String::new() };
+    let number = count(kept.containers, "container");
+    let left = kept.until.as_ref().and_then(labels::from_now);
+    let left = left.map_or_else(|| "some seconds".to_owned(), duration);
+    format!(
+        "; the space of {number} of ended workloads is held for {left} (`--gc-grace`), or until a transfer or a low disk \
+         needs it"
+    )
 }
 
 fn summary(response: &CollectResponse, dry_run: bool) -> String {
@@ -505,6 +528,7 @@ mod tests {
         let mut response = CollectResponse {
             collected: [ObjectKind::Artifact, ObjectKind::Volume, ObjectKind::Volume].map(collected).to_vec(),
             truncated: false,
+            kept_containers: None,
         };
         assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
         response.truncated = true;

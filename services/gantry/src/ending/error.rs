@@ -261,7 +261,9 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
             "an image needs a directory rootfs and a command, from its metadata.json or after --"
         }
         "OUTPUT_INVALID" => "write fewer files into the output, or pack them into one file",
-        "DISK_FULL" => "run `gantry gc`, delete artifacts with `gantry delete`, or free space on the worker",
+        "DISK_FULL" => {
+            "delete artifacts with `gantry delete`, or free space on the worker; `gantry gc` says what else holds space"
+        }
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and the other lists",
         "NOT_ORPHANED" => "see `gantry explain`",

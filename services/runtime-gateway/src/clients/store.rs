@@ -222,9 +222,22 @@ impl StoreClient {
             session_credential: credential.to_owned(),
             size_bytes,
             reliable_worker_ids: reliable,
+            only_ended: false,
         };
         let made = self.0.clone().make_room(request).await?.into_inner();
         Ok(made.size_bytes.saturating_add(made.pending_bytes))
+    }
+
+    /// Has containers and volumes of ended attempts deleted before their grace period ends, because
+    /// `size_bytes` are missing. Returns their number.
+    pub(crate) async fn give_up_ended(&self, credential: &str, size_bytes: u64) -> Result<u64, Refusal> {
+        let request = pb::MakeRoomRequest {
+            session_credential: credential.to_owned(),
+            size_bytes,
+            reliable_worker_ids: Vec::new(),
+            only_ended: true,
+        };
+        Ok(self.0.clone().make_room(request).await?.into_inner().of_ended)
     }
 
     /// Reports that replicas are missing or damaged.

@@ -27,12 +27,17 @@ pub(crate) fn required_bytes(manifest: &Manifest) -> u64 {
 
 /// The error of a transfer for which the disk has too little space.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot begin a transfer of {required} bytes: only {available} bytes of the worker's disk are available for transfers"
-)]
+#[error("the transfer needs {} MiB, and the worker's disk has {} MiB for transfers", .required.div_ceil(1 << 20), .available >> 20)]
 pub(crate) struct InsufficientDisk {
     required: u64,
     available: u64,
+}
+
+impl InsufficientDisk {
+    /// Bytes that must become free before the transfer can begin.
+    pub(crate) fn missing_bytes(&self) -> u64 {
+        self.required.saturating_sub(self.available)
+    }
 }
 
 /// Bytes that transfers have reserved and not written yet.
@@ -95,7 +100,8 @@ mod tests {
     fn reservations_fit_the_free_space_minus_the_reserve() {
         let room = DiskReservations::default();
         let mut one = room.reserve(disk(1000), 500).expect("there is room");
-        room.reserve(disk(1000), 401).expect_err("the reserve is 100");
+        let refused = room.reserve(disk(1000), 401).expect_err("the reserve is 100");
+        assert_eq!(refused.missing_bytes(), 1);
         let two = room.reserve(disk(1000), 400).expect("there is room");
         drop(two);
         one.record_written(300);

@@ -19,6 +19,7 @@ pub(crate) mod peer_copy;
 pub(crate) mod pull;
 pub(crate) mod read;
 mod remote;
+mod room;
 pub(crate) mod scan;
 pub(crate) mod scrub;
 mod verify;

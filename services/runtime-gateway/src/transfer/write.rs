@@ -30,7 +30,7 @@ use super::growing::{GrowingVolume, Growth};
 use super::local_dir::local_directory;
 use super::manifests::ExtentLocation;
 use super::remote::{self, SharedRemoteVolume};
-use super::{Transfers, WriterPermit, peer_copy};
+use super::{Transfers, WriterPermit, peer_copy, room};
 use crate::util::blocking::blocking;
 use crate::util::mapped_ids::MappedIds;
 
@@ -130,11 +130,7 @@ impl VolumeWriter {
 
         let contents = LocalContents::find(transfers, &ticket.team, &manifest, &root).await;
         let required = disk_reservations::required_bytes(&manifest).saturating_sub(contents.shared_bytes);
-        let reserved = match transfers.worker.runtime.disk().await {
-            Ok(disk) => transfers.reservations.reserve(disk, required).map_err(WriteVolumeError::from),
-            Err(error) => Err(error.into()),
-        };
-        let mut reserved = match reserved {
+        let mut reserved = match room::reserve(transfers, required).await {
             Ok(reserved) => reserved,
             Err(error) => {
                 permit.discard(transfers).await;

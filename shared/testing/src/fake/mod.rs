@@ -76,6 +76,7 @@ struct State {
     volumes: BTreeMap<VolumeHandle, Volume>,
     containers: BTreeMap<ContainerHandle, Arc<Container>>,
     processes: BTreeMap<ProcessId, (ContainerHandle, Arc<Process>)>,
+    free_bytes: u64,
 }
 
 /// A worker in memory and in a temporary directory.
@@ -133,6 +134,7 @@ impl FakeWorker {
             volumes: BTreeMap::new(),
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
+            free_bytes: 50 << 30,
         };
         Arc::new(Self {
             faults: Faults::new(),
@@ -170,6 +172,11 @@ impl FakeWorker {
     }
 
     // Access to the disk, for tests that inspect or change it.
+
+    /// Sets the free space that the worker reports. Its disk has 100 GiB.
+    pub fn set_free_bytes(&self, free_bytes: u64) {
+        self.state().free_bytes = free_bytes;
+    }
 
     /// The path of a volume.
     #[must_use]
@@ -331,7 +338,7 @@ impl Runtime for FakeRuntime {
 
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         self.worker.faults.reach()?;
-        Ok(Some(Disk { total_bytes: 100 << 30, free_bytes: 50 << 30 }))
+        Ok(Some(Disk { total_bytes: 100 << 30, free_bytes: self.worker.state().free_bytes }))
     }
 
     async fn list(&self) -> Result<Holdings, RuntimeError> {

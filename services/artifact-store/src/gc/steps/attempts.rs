@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use domain::Timestamp;
+use domain::{Timestamp, WorkerId};
+use sea_orm::sea_query::{LockBehavior, LockType};
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
     QuerySelect, Statement, Value,
@@ -16,7 +17,7 @@ use crate::gc::{Batch, CollectedItem, Kind, NextCheck, Settings, by_reason, lock
 use crate::marks::references::{self, VolumeRow};
 use crate::marks::schedule::make_due;
 use crate::marks::{self, LockWait};
-use crate::policy::garbage::{self, ContainerFacts, Verdict};
+use crate::policy::garbage::{self, ContainerFacts, Policy, Verdict};
 use crate::policy::retention::REMAINS_RECHECK_INTERVAL;
 
 /// Number of volumes judged at a time. An attempt may have thousands.
@@ -26,6 +27,48 @@ pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Setti
     // Smaller batches, because the volumes of the attempts take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
     let rows = lock_due(txn, attempt::Entity::find(), &some).await?;
+    judge(txn, settings, &rows).await
+}
+
+/// Most attempts that lose their grace period in one transaction.
+const GIVEN_UP: usize = 500;
+
+/// Marks what is left on a worker of ended attempts, because the worker needs disk space.
+pub(in crate::gc) async fn give_up_ended(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    worker: WorkerId,
+) -> Result<Batch, DbErr> {
+    let settings = Settings { policy: Policy { needs_space: true, ..settings.policy }, ..*settings };
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "SELECT a.attempt_id AS attempt_id FROM attempts a
+         WHERE a.ended_at IS NOT NULL AND a.attempt_id IN (
+             SELECT c.attempt_id FROM containers c
+                 WHERE c.worker_id = $1 AND c.state NOT IN ('destroying', 'sweeping')
+             UNION
+             SELECT v.attempt_id FROM volumes v
+                 WHERE v.worker_id = $1 AND v.purpose <> 'replica' AND v.state NOT IN ('destroying', 'sweeping'))
+         ORDER BY a.ended_at LIMIT {GIVEN_UP}"
+    );
+    let ended = Statement::from_sql_and_values(backend, sql, [worker.uuid().into()]);
+    let ended = txn.query_all_raw(ended).await?;
+    let ended: Vec<Uuid> = ended.iter().map(|row| row.try_get("", "attempt_id")).collect::<Result<_, _>>()?;
+    let rows = attempt::Entity::find()
+        .filter(ids::among(backend, "attempt_id", ended))
+        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
+        .all(txn)
+        .await?;
+    judge(txn, &settings, &rows).await
+}
+
+/// Judges the containers and volumes of locked attempts. Marks them, or sets the next checks of the
+/// attempts.
+async fn judge(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    rows: &[attempt::Model],
+) -> Result<Batch, DbErr> {
     if rows.is_empty() {
         return Ok(Batch::default());
     }
@@ -37,7 +80,7 @@ pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Setti
 
     let mut forgettable = Vec::new();
     let mut next = Vec::new();
-    for row in &rows {
+    for row in rows {
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
         match checks.0.get(&row.attempt_id) {
             Some(look) => next.push((row.attempt_id, *look)),
@@ -219,4 +262,30 @@ async fn forget(
     attempt::Entity::delete_many().filter(ids::among(backend, "attempt_id", gone)).exec(txn).await?;
     let look = NextCheck::At(settings.now + REMAINS_RECHECK_INTERVAL);
     Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
+}
+
+/// Containers of ended attempts that their grace period keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct KeptContainers {
+    pub(crate) number: u64,
+    /// When the last grace period ends.
+    pub(crate) until: Timestamp,
+}
+
+/// Returns the kept containers of ended attempts on all workers. `None`: there are none.
+pub(crate) async fn kept_containers(
+    conn: &impl ConnectionTrait,
+    policy: &Policy,
+) -> Result<Option<KeptContainers>, DbErr> {
+    let sql = "SELECT COUNT(*) AS number,
+            MAX(CASE WHEN c.touched_at > a.ended_at THEN c.touched_at ELSE a.ended_at END) AS since
+        FROM containers c JOIN attempts a ON a.attempt_id = c.attempt_id
+        WHERE c.state IN ('creating', 'created') AND a.ended_at IS NOT NULL";
+    let statement = Statement::from_string(conn.get_database_backend(), sql);
+    let Some(row) = conn.query_one_raw(statement).await? else { return Ok(None) };
+    let (number, since): (i64, Option<i64>) = (row.try_get("", "number")?, row.try_get("", "since")?);
+    Ok(since.map(|since| KeptContainers {
+        number: u64::try_from(number).unwrap_or(0),
+        until: garbage::grace_ends(Timestamp(since), None, policy),
+    }))
 }

@@ -245,7 +245,7 @@ mod tests {
     async fn marked_replicas_follow_garbage_rule(database: TestDatabase) {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         let forever = Duration::MAX;
-        let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO };
+        let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO, needs_space: false };
         let settings = &Settings {
             now: NOW,
             policy,

@@ -159,8 +159,12 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(lists(&world).await);
     calls.extend(caches::calls(&world, &caches));
     calls.extend(pins::pins(&world).await);
-    let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
-    calls.push(Call::new("Collector.Collect", [collect], [choice("dry_run")]));
+    let short_worker_ids = vec![world.here.worker.to_string()];
+    let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into(), short_worker_ids };
+    let many_workers = Value::List((0..10_001).map(|_| text(world.here.worker)).collect());
+    let many_workers = invalid("short_worker_ids", "10001 of them", many_workers, "short_worker_ids");
+    let wrong = [choice("dry_run"), id("short_worker_ids"), many_workers];
+    calls.push(Call::new("Collector.Collect", [collect], wrong));
     calls.extend(orphans::calls(&world).await);
     calls.extend(imports::calls(&world).await);
     // Last, because some of these calls end items of the other calls.

@@ -1,21 +1,27 @@
 //! Deletions from workers that need disk space.
 
-use domain::{BuildId, TransferId, WorkloadId};
+use std::time::Duration;
+
+use domain::{AttemptId, BuildId, TransferId, WorkloadId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState};
 use testing::databases::TestDatabase;
 
 use super::{Caller, by_workload};
-use crate::{Answer, Gateway, Suite, TEAM, digest, on_both_databases};
+use crate::{Answer, Gateway, Suite, TEAM, digest, on_both_databases, output};
 
-on_both_databases! { unused_copies_and_caches_make_room }
+on_both_databases! {
+    unused_copies_and_caches_make_room,
+    ended_attempts_make_room_first
+}
 
 /// Requests space on the worker of `gateway`. Returns the number of deleted replicas.
 /// Replicas on `reliable` count as copies.
 async fn make_room(suite: &Suite, gateway: &Gateway, size_bytes: u64, reliable: &[&Gateway]) -> Answer<u64> {
     let session_credential = gateway.credential.clone();
     let reliable_worker_ids = reliable.iter().map(|gateway| gateway.worker.to_string()).collect();
-    let request = pb::MakeRoomRequest { session_credential, size_bytes, reliable_worker_ids };
+    let only_ended = false;
+    let request = pb::MakeRoomRequest { session_credential, size_bytes, reliable_worker_ids, only_ended };
     Ok(suite.inventory().make_room(request).await?.into_inner().replicas)
 }
 
@@ -75,5 +81,62 @@ async fn unused_copies_and_caches_make_room(database: TestDatabase) {
     ] {
         assert_eq!(suite.state(artifact).await, state);
     }
+    suite.stop().await;
+}
+
+async fn ended_attempts_make_room_first(database: TestDatabase) {
+    let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
+    let (here, there) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, copy) = suite.upload(&here, None, 1).await.expect("uploaded");
+    let other = suite.plan(artifact, there.worker, TransferId::new()).await.expect("planned");
+    there.complete(&other, digest(1)).await.expect("complete");
+    // One attempt has ended, one has ended and is in use, and one goes on.
+    let attempts = [(true, false), (true, true), (false, false)];
+    let mut planned = Vec::new();
+    for (has_ended, is_used) in attempts {
+        let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+        let needs = [output("out", workload.output_artifact("out"))];
+        planned.push(here.prepare(workload, attempt, &needs).await.expect("prepared"));
+        here.prepared(attempt).await.expect("recorded");
+        if has_ended {
+            suite.settle(workload, None, &[], None).await.expect("settled");
+        }
+        if is_used {
+            here.touch(attempt).await.expect("noted");
+        }
+    }
+    let request = pb::MakeRoomRequest {
+        session_credential: here.credential.clone(),
+        size_bytes: u64::MAX,
+        reliable_worker_ids: vec![there.worker.to_string()],
+        only_ended: true,
+    };
+    let dry = suite.collect_short(DryRun::Only, &[&here]).await;
+    assert_eq!(dry.collected.len(), 2, "a container and its volume: {dry:?}");
+    assert_eq!(suite.collect_short(DryRun::Off, &[&there]).await.collected, [], "another worker");
+    let made = suite.inventory().make_room(request.clone()).await.expect("made").into_inner();
+    assert_eq!((made.of_ended, made.replicas), (2, 0));
+    let marked = suite.explain(&planned[0].container_handle).await.expect("explained");
+    assert_eq!(marked.reason, "its attempt has ended, and its worker needed disk space");
+    let again = suite.inventory().make_room(request.clone()).await.expect("made").into_inner();
+    assert_eq!(again.of_ended, 0);
+    assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Created));
+
+    let kept = suite.collect_short(DryRun::Off, &[]).await.kept_containers;
+    let until = Some(rpc::timestamp(suite.clock.now() + Duration::from_secs(300)));
+    assert_eq!(kept, Some(pb::KeptContainers { containers: 1, until }), "it is in use");
+    suite.clock.advance(Duration::from_secs(180));
+    let collected = suite.collect_short(DryRun::Off, &[&here]).await;
+    assert_eq!(
+        (collected.collected.len(), collected.kept_containers),
+        (2, None),
+        "it is not in use any more"
+    );
+
+    let everything = pb::MakeRoomRequest { only_ended: false, ..request };
+    let made = suite.inventory().make_room(everything).await.expect("made").into_inner();
+    assert_eq!((made.of_ended, made.replicas), (0, 1));
+    let going_on = suite.explain(&planned[2].container_handle).await.expect("explained");
+    assert_eq!(going_on.state(), pb::ExplainedState::Created);
     suite.stop().await;
 }

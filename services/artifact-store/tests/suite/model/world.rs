@@ -369,7 +369,10 @@ impl World {
             O::Collect => {
                 let collect = |callers: Callers| async move {
                     let mut collector = pb::collector_client::CollectorClient::new(callers.peer);
-                    let request = pb::CollectRequest { dry_run: pb::DryRun::Off.into() };
+                    let request = pb::CollectRequest {
+                        dry_run: pb::DryRun::Off.into(),
+                        ..pb::CollectRequest::default()
+                    };
                     Ok(collector.collect(request).await.map(drop)?)
                 };
                 done(self.ask(collect).await)

@@ -217,7 +217,8 @@ pub(crate) struct UndeleteArgs {
 /// Arguments of `gantry gc`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-If the disk of a worker is full, results and uploads there that nothing uses are deleted before their time, the oldest first. A disk is full \
+If the disk of a worker is full, containers there that are kept after the end of their workloads are deleted at once. Then results and uploads \
+there that nothing uses are deleted before their time, the oldest first. A disk is full \
 if less than 5 % and less than 1 GiB of it is free. `gantry delete` deletes more.")]
 pub(crate) struct GcArgs {
     /// Print the objects that would be marked, and change nothing

@@ -285,8 +285,31 @@ async fn unchanged_files_share_disk_space() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn ended_attempts_are_given_up_for_a_transfer() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    let small = tree("contents");
+    for (of_ended, freed_bytes) in [(0, 1 << 30), (2, 50 << 30)] {
+        machine.set_free_bytes(1 << 30);
+        let answered = async {
+            let StoreCall::MakeRoom(request, answer) = store.next_call().await else {
+                panic!("an unexpected call")
+            };
+            assert!(request.only_ended && request.size_bytes > 0, "{request:?}");
+            machine.set_free_bytes(freed_bytes);
+            let made = pb::MakeRoomResponse { of_ended, ..Default::default() };
+            answer.send(Ok(made)).expect("the gateway waits");
+        };
+        let (begun, ()) = tokio::join!(begin(&worker, VolumeHandle::new(), &small), answered);
+        assert_eq!(begun.is_ok(), of_ended > 0);
+    }
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn extent_copies_beyond_disk_space_are_refused() {
-    let store = Store::start().await;
+    let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = gateway(&machine, &store);
     // One extent that the worker may have, 100,000 times. It exceeds the free space although few
@@ -299,7 +322,12 @@ async fn extent_copies_beyond_disk_space_are_refused() {
     entries[1].kind = kind;
     let large = Arc::new(Manifest::new(entries, transfer::Limits::default()).expect("valid"));
     let volume = VolumeHandle::new();
-    let refused = begin(&worker, volume, &large).await.err();
+    let answered = async {
+        let StoreCall::MakeRoom(_, answer) = store.next_call().await else { panic!("an unexpected call") };
+        answer.send(Ok(pb::MakeRoomResponse::default())).expect("the gateway waits");
+    };
+    let (refused, ()) = tokio::join!(begin(&worker, volume, &large), answered);
+    let refused = refused.err();
     assert!(matches!(refused, Some(WriteVolumeError::InsufficientDisk(_))), "{refused:?}");
     assert!(!machine.has(volume), "nothing was kept");
     // A rejected transfer reserves no space.

@@ -105,6 +105,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         session_credential: session_credential.clone(),
         size_bytes: 1,
         reliable_worker_ids: vec![world.there.worker.to_string()],
+        only_ended: false,
     };
     let many_workers = Value::List((0..10_001).map(|_| text(world.here.worker)).collect());
     let failed = pb::FailPrepareRequest {
@@ -195,6 +196,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 invalid("size_bytes", "zero", Value::U64(0), "size_bytes"),
                 id("reliable_worker_ids"),
                 invalid("reliable_worker_ids", "10001 of them", many_workers, "reliable_worker_ids"),
+                change("only_ended", "asked for", Value::Bool(true), Expected::Taken),
             ],
         ),
         Call::new(
