@@ -69,6 +69,9 @@ pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Res
         "/gantry.runtime.v1.Volumes/ReadFile" => {
             worker_of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
         }
+        "/gantry.runtime.v1.Volumes/Verify" => {
+            worker_of_ticket(&decode::<pb::VerifyRequest>(first)?.ticket, keys).await
+        }
         _ => Err(Status::unimplemented("a proxy does not forward this call")),
     }
 }

@@ -615,6 +615,9 @@ async fn call_without_worker_is_rejected() {
     let forged = pb::ReadFileRequest { ticket: "forged".to_owned(), ..pb::ReadFileRequest::default() };
     let refused = volumes.read_file(forged).await.expect_err("it is forged");
     assert!(Refusal::from(refused).is(Reason::InvalidToken));
+    let forged = pb::VerifyRequest { ticket: "forged".to_owned() };
+    let refused = volumes.verify(forged).await.expect_err("it is forged");
+    assert!(Refusal::from(refused).is(Reason::InvalidToken));
     assert_eq!(scene.schedule.lookups.load(Ordering::Relaxed), 0);
     scene.end().await;
 }
