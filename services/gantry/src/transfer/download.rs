@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
+use tonic::{Code, Streaming};
 use transfer::{
     Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Manifest, Matches, OrdinalRanges, ScanError,
     ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteError, WriteOptions, WrittenOwnership,
@@ -151,8 +151,11 @@ impl Downloader<'_> {
             Err(error) if is_damage(&error) => {
                 bar.doing("checking the stored copy");
                 let request = VerifyRequest { ticket: endpoint.ticket.clone() };
-                volumes.verify(request).await.map_err(by_gateway)?;
-                return Err(error);
+                // A gateway of an earlier version does not have the call.
+                return match volumes.verify(request).await {
+                    Err(status) if status.code() != Code::Unimplemented => Err(by_gateway(status).into()),
+                    _ => Err(error),
+                };
             }
             received => received?,
         };
